@@ -1,0 +1,88 @@
+"""autotp: tensor parallelism for any torch model, planned, proved and applied.
+
+    model = autotp.shard(model, mesh)      # in place
+    plan = autotp.plan(model, tp=8)        # what would be cut, and why
+    report = autotp.verify(model, tp=2)    # sharded against unsharded
+
+Everything is loaded on first use: `import autotp` does not import torch. `plan`, `shard` and
+`verify` are functions, so no submodule may have one of these names.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autotp.errors import (
+        AutotpError,
+        InputError,
+        MeshError,
+        PlanError,
+        ProofError,
+        RuleError,
+        SpecError,
+        StrictError,
+        VerifyError,
+    )
+    from autotp.plan_types import Collective, Finding, Memory, Plan, Row
+    from autotp.planning import plan
+    from autotp.sharding import shard
+    from autotp.verification import Report, verify
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "plan": "planning",
+    "shard": "sharding",
+    "verify": "verification",
+    "Report": "verification",
+    "Plan": "plan_types",
+    "Row": "plan_types",
+    "Collective": "plan_types",
+    "Memory": "plan_types",
+    "Finding": "plan_types",
+    "AutotpError": "errors",
+    "InputError": "errors",
+    "SpecError": "errors",
+    "MeshError": "errors",
+    "RuleError": "errors",
+    "PlanError": "errors",
+    "ProofError": "errors",
+    "StrictError": "errors",
+    "VerifyError": "errors",
+}
+
+__all__ = [
+    "AutotpError",
+    "Collective",
+    "Finding",
+    "InputError",
+    "Memory",
+    "MeshError",
+    "Plan",
+    "PlanError",
+    "ProofError",
+    "Report",
+    "Row",
+    "RuleError",
+    "SpecError",
+    "StrictError",
+    "VerifyError",
+    "__version__",
+    "plan",
+    "shard",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'autotp' has no attribute {name!r}")
+    value = getattr(import_module(f"autotp.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
