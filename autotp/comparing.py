@@ -6,6 +6,7 @@ rank that gathers alone would wait for ever.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -92,9 +93,23 @@ def _error(expected: Tensor | None, actual: Tensor | None, scale: float) -> floa
 def _worst(found: dict[str, float], group: dist.ProcessGroup) -> dict[str, float]:
     if not found:
         return found
-    values = torch.tensor(list(found.values()), dtype=torch.float64)
+    values = torch.tensor(list(found.values()), dtype=torch.float64, device=_device(group))
     dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
     return dict(zip(found, values.tolist(), strict=True))
+
+
+def _device(group: dist.ProcessGroup) -> str:
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+
+
+def first_other(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> int:
+    """The first rank whose tensors are not, byte for byte, those of rank 0; 0 if there is none."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    digests = _everyones(digest.hexdigest(), group)
+    return next((rank for rank, other in enumerate(digests) if other != digests[0]), 0)
 
 
 def spread(parts: Iterable[Values], group: dist.ProcessGroup) -> float:

@@ -152,6 +152,15 @@ def measure(
 ) -> Figures:
     """Shard `model` in place with `apply` and compare; the same call on every rank of `mesh`."""
     group = group or mesh.get_group("tp" if mesh.ndim > 1 else None)
+    if other := comparing.first_other((tensor for _, tensor in structures.named_tensors(inputs)), group):
+        raise VerifyError(
+            f"inputs differ between TP ranks 0 and {other}: all ranks of a tensor-parallel group need the same inputs"
+        )
+    if other := comparing.first_other(comparing.snapshot(model).values(), group):
+        raise VerifyError(
+            f"weights differ between TP ranks 0 and {other} before sharding: seed all ranks alike, "
+            "or load the same checkpoint on all, to have something to compare with"
+        )
     reference, expected, settings = reference_run(model, inputs, settings)
     widen_model(model, settings.dtype)
     before, names = comparing.snapshot(model), comparing.identity(model)

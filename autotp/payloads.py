@@ -58,8 +58,8 @@ def _save(task: Task, payload: Any, path: Path, pickle_module: Any) -> None:
 
 
 def load_task(path: str) -> tuple[Task, Any]:
-    """What `save_task` wrote."""
+    """What `save_task` wrote; local ranks compute on the CPU."""
     import torch
 
-    task, payload = torch.load(path, weights_only=False)
+    task, payload = torch.load(path, weights_only=False, map_location="cpu")
     return task, payload
