@@ -11,10 +11,11 @@ becomes a mark, and reads `layers.{0..31}.mlp ...` in the fold.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 from autotp.plan_types import Collective, Finding, Row
 
@@ -119,20 +120,20 @@ def module_order(names: Iterable[str]) -> list[int]:
 
     The names must come as a fold lists them: each module's children in order.
     """
-    root: dict[str, Any] = {}
+    root: dict[str | None, Any] = {}
     for position, name in enumerate(names):
         node = root
         for part in name.split("."):
             node = node.setdefault(part, {})
-        node.setdefault("", {})[str(position)] = {}
+        node.setdefault(None, []).append(position)
     order: list[int] = []
     _walk(root, order)
     return order
 
 
-def _walk(node: dict[str, Any], order: list[int]) -> None:
-    order += map(int, node.pop("", {}))
-    names = list(node)
+def _walk(node: dict[str | None, Any], order: list[int]) -> None:
+    order += node.pop(None, [])
+    names = [name for name in node if name is not None]
     if all(_is_number(name) for name in names):
         names.sort(key=int)
     for name in names:
@@ -164,33 +165,40 @@ def unmark(text: str, name: str) -> str:
 
 # What a plan is made of
 
+_NAMES: dict[type, str] = {Row: "name", Collective: "module", Finding: "where"}
+_TEXTS: dict[type, tuple[str, ...]] = {Row: ("reason", "tied_to"), Collective: (), Finding: ("message",)}
+Item = TypeVar("Item", Row, Collective, Finding)
+
+
+def as_template(item: Item) -> tuple[str, Item]:
+    """An item's name, and the item without it: no name, and marks in its texts."""
+    kind = type(item)
+    name = getattr(item, _NAMES[kind])
+    changes: dict[str, Any] = {_NAMES[kind]: ""}
+    for field in _TEXTS[kind]:
+        text = getattr(item, field)
+        changes[field] = text and mark(text, name)
+    return name, replace(item, **changes)
+
+
+def named(template: Item, name: str) -> Item:
+    """The item that a template is of this name, or pattern of names."""
+    kind = type(template)
+    changes: dict[str, Any] = {_NAMES[kind]: name}
+    for field in _TEXTS[kind]:
+        text = getattr(template, field)
+        changes[field] = text and unmark(text, name)
+    return replace(template, **changes)
+
 
 def fold_rows(rows: Sequence[Row]) -> list[tuple[Row, int]]:
     """Rows that agree in everything but numbers in their names, with how many each stands for."""
-    blank = [
-        replace(row, name="", reason=mark(row.reason, row.name), tied_to=row.tied_to and mark(row.tied_to, row.name))
-        for row in rows
-    ]
-    folds = fold_names([(row.name, key) for row, key in zip(rows, blank, strict=True)])
-    return [(_named(blank[fold.members[0]], fold.pattern), len(fold.members)) for fold in folds]
-
-
-def _named(row: Row, name: str) -> Row:
-    tied_to = row.tied_to and unmark(row.tied_to, name)
-    return replace(row, name=name, reason=unmark(row.reason, name), tied_to=tied_to)
-
-
-def unfold_row(row: Row) -> list[Row]:
-    """The rows that a folded row stands for."""
-    blank = replace(row, reason=mark(row.reason, row.name), tied_to=row.tied_to and mark(row.tied_to, row.name))
-    return [_named(blank, name) for name in unfold_name(row.name)]
+    return _fold(rows)
 
 
 def fold_collectives(calls: Sequence[Collective]) -> list[tuple[Collective, int]]:
     """Equal calls of like modules, with how many each stands for."""
-    seen: dict[Collective, int] = {}
-    for call in calls:
-        seen[call] = seen.get(call, 0) + 1
+    seen = Counter(calls)
     unique = list(seen)
     folds = fold_names([(call.module, (call.kind, call.when, call.bytes, seen[call])) for call in unique])
     return [
@@ -201,18 +209,10 @@ def fold_collectives(calls: Sequence[Collective]) -> list[tuple[Collective, int]
 
 def fold_findings(findings: Sequence[Finding]) -> list[tuple[Finding, int]]:
     """Findings of like modules, errors and warnings first, with how many each stands for."""
-    blank = [replace(f, where="", message=mark(f.message, f.where)) for f in findings]
-    folds = fold_names([(f.where, key) for f, key in zip(findings, blank, strict=True)])
-    folded = [
-        (
-            replace(
-                blank[fold.members[0]],
-                where=fold.pattern,
-                message=unmark(blank[fold.members[0]].message, fold.pattern),
-            ),
-            len(fold.members),
-        )
-        for fold in folds
-    ]
     rank = {"error": 0, "warning": 1}
-    return sorted(folded, key=lambda pair: rank.get(pair[0].level, 2))
+    return sorted(_fold(findings), key=lambda pair: rank.get(pair[0].level, 2))
+
+
+def _fold(items: Sequence[Item]) -> list[tuple[Item, int]]:
+    templates = [as_template(item) for item in items]
+    return [(named(templates[fold.members[0]][1], fold.pattern), len(fold.members)) for fold in fold_names(templates)]

@@ -1,8 +1,8 @@
 """Plans as text: TOML files, plain dicts, differences.
 
 A file holds choices and reasons, folded: `layers.{0..31}.mlp.up_proj.weight` is one table for 32
-rows. Reading it back gives an equal `Plan`. Where folding would not keep the order of the rows,
-they are written one by one, and the file says `folded = false` (or `folded_collectives = false`).
+rows. Reading it back gives an equal `Plan`. A list whose order folding would lose is written item by
+item, and the file says so: `unfolded = ["collectives"]`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from autotp.errors import PlanError
-from autotp.folding import fold_names, fold_rows, module_order, unfold_name, unfold_row
+from autotp.folding import as_template, fold_names, module_order, named, unfold_name
 from autotp.lookup import nearest, shape_text
 from autotp.plan_types import STYLES, Collective, Finding, Memory, Plan, Row
 
@@ -30,14 +29,15 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "mesh": dict(plan.mesh),
         "sample": plan.sample,
         "sequence_parallel": plan.sequence_parallel,
-        "parameters": [_row_dict(row) for row in plan.parameters],
+        "parameters": [row_dict(row) for row in plan.parameters],
         "collectives": [_call_dict(call) for call in plan.collectives],
         "memory": vars(plan.memory).copy(),
         "findings": [vars(finding).copy() for finding in plan.findings],
     }
 
 
-def _row_dict(row: Row) -> dict[str, Any]:
+def row_dict(row: Row) -> dict[str, Any]:
+    """One parameter as plain data."""
     return {
         "name": row.name,
         "style": row.style,
@@ -58,53 +58,62 @@ def from_dict(data: dict[str, Any], where: str = "plan") -> Plan:
     """The plan that `to_dict` gave; rows may be folded. Wrong or missing keys raise with their place."""
     if data.get("schema") != SCHEMA:
         raise PlanError(f"{where}: schema is {data.get('schema')!r}, this version reads {SCHEMA}")
-    unfold, unfold_calls = data.get("folded", True), data.get("folded_collectives", True)
+    unfolded = data.get("unfolded", [])
+    _check_styles(data.get("parameters", []), where)
     try:
         return Plan(
             model=data["model"],
             mesh=data["mesh"],
             sample=data.get("sample", ""),
             sequence_parallel=data.get("sequence_parallel", False),
-            parameters=tuple(_read_rows(data["parameters"], unfold, where)),
-            collectives=tuple(_read_calls(data.get("collectives", []), unfold_calls)),
+            parameters=_restored("parameters", map(_read_row, data.get("parameters", [])), unfolded),
+            collectives=_restored("collectives", map(_read_call, data.get("collectives", [])), unfolded),
             memory=Memory(**data["memory"]),
-            findings=tuple(Finding(**finding) for finding in data.get("findings", [])),
+            findings=_restored("findings", (Finding(**entry) for entry in data.get("findings", [])), unfolded),
         )
     except (KeyError, TypeError, AttributeError) as error:
         problem = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise PlanError(f"{where}: not a plan: {problem}") from error
 
 
-def _read_rows(entries: Iterable[dict[str, Any]], unfold: bool, where: str) -> list[Row]:
-    rows = []
+def _check_styles(entries: Iterable[dict[str, Any]], where: str) -> None:
     for entry in entries:
-        row = Row(
-            **{
-                "dim": None,
-                **entry,
-                "shape": tuple(entry["shape"]),
-                "local_shape": tuple(entry["local_shape"]),
-            }
-        )
-        if row.style not in STYLES:
-            hint = ", ".join(nearest(row.style, list(STYLES)) or STYLES)
-            raise PlanError(f"{where}: {row.name}: unknown style {row.style!r}. Did you mean: {hint}")
-        rows += unfold_row(row) if unfold else [row]
-    if not unfold:
-        return rows
-    return [rows[i] for i in module_order(row.name for row in rows)]
+        style = entry.get("style")
+        if style not in STYLES:
+            hint = ", ".join(nearest(str(style), list(STYLES)) or STYLES)
+            raise PlanError(f"{where}: {entry.get('name')}: unknown style {style!r}. Did you mean: {hint}")
 
 
-def _read_calls(entries: Iterable[dict[str, Any]], unfold: bool) -> list[Collective]:
-    calls = []
-    for entry in entries:
-        call = Collective(module=entry["module"], kind=entry["kind"], when=entry["pass"], bytes=entry["bytes"])
-        times = entry.get("times", 1)
-        names = unfold_name(call.module) if unfold else [call.module]
-        calls += [replace(call, module=name) for name in names for _ in range(times)]
-    if not unfold:
-        return calls
-    return [calls[i] for i in module_order(call.module for call in calls)]
+def _read_row(entry: dict[str, Any]) -> Row:
+    shapes = {"shape": tuple(entry["shape"]), "local_shape": tuple(entry["local_shape"])}
+    return Row(**{"dim": None, **entry, **shapes})
+
+
+def _read_call(entry: dict[str, Any]) -> Collective:
+    return Collective(module=entry["module"], kind=entry["kind"], when=entry["pass"], bytes=entry["bytes"])
+
+
+# Lists whose repeated layers are folded
+
+
+def _folded(section: str, items: tuple[Any, ...]) -> list[Any] | None:
+    """The items folded, or None if that would lose their order."""
+    marked = [as_template(item) for item in items]
+    folds = fold_names([(name, blank) for name, blank in marked])
+    short = [named(marked[fold.members[0]][1], fold.pattern) for fold in folds]
+    return short if _restored(section, short, ()) == items else None
+
+
+def _restored(section: str, items: Iterable[Any], unfolded: Sequence[str]) -> tuple[Any, ...]:
+    """All items that folded ones stand for, in module order; forward calls and backward calls apart."""
+    if section in unfolded:
+        return tuple(items)
+    groups: dict[str, list[tuple[str, Any]]] = {}
+    for item in items:
+        pattern, blank = as_template(item)
+        group = groups.setdefault(getattr(item, "when", ""), [])
+        group += [(name, named(blank, name)) for name in unfold_name(pattern)]
+    return tuple(group[i][1] for group in groups.values() for i in module_order(name for name, _ in group))
 
 
 # Files
@@ -136,36 +145,24 @@ def loads(text: str, where: str = "plan") -> Plan:
 
 def dumps(plan: Plan, *, command: str | None = None) -> str:
     """TOML text of a plan; `command` is the command that made it."""
-    for folded, folded_calls in ((True, True), (True, False), (False, True)):
-        text = _document(plan, command, folded, folded_calls)
-        if loads(text) == plan:
-            return text
-    return _document(plan, command, folded=False, folded_calls=False)
-
-
-def _document(plan: Plan, command: str | None, folded: bool, folded_calls: bool) -> str:
-    rows = [row for row, _ in fold_rows(plan.parameters)] if folded else plan.parameters
-    unfolded = [*([] if folded else ["folded = false"]), *([] if folded_calls else ["folded_collectives = false"])]
+    lists = {"parameters": plan.parameters, "collectives": plan.collectives, "findings": plan.findings}
+    folded = {section: _folded(section, items) for section, items in lists.items()}
+    unfolded = [section for section, short in folded.items() if short is None]
     head = {"model": plan.model, "sample": plan.sample, "sequence_parallel": plan.sequence_parallel}
     lines = [f"# {line}" for line in (command or "").splitlines()]
     lines += ["# Names fold repeated layers: {0..31}. Shapes: global, and what rank 0 holds.", ""]
-    lines += [f"schema = {SCHEMA}", *unfolded, *_pairs(head)]
+    lines += [f"schema = {SCHEMA}", *_pairs({"unfolded": unfolded or None}), *_pairs(head)]
     lines += ["", "[mesh]", *_pairs(dict(plan.mesh)), "", "[memory]", *_pairs(vars(plan.memory))]
-    for row in rows:
-        lines += ["", "[[parameters]]", *_pairs(_row_dict(row))]
-    for call in _call_entries(plan.collectives, folded_calls):
-        lines += ["", "[[collectives]]", *_pairs(call)]
-    for finding in plan.findings:
-        lines += ["", "[[findings]]", *_pairs(vars(finding))]
+    for section, items in lists.items():
+        for item in folded[section] or items:
+            lines += ["", f"[[{section}]]", *_pairs(_as_dict(item))]
     return "\n".join(lines) + "\n"
 
 
-def _call_entries(calls: Sequence[Collective], folded: bool) -> list[dict[str, Any]]:
-    if not folded:
-        return [_call_dict(call) for call in calls]
-    keys = [(call.kind, call.when, call.bytes) for call in calls]
-    folds = fold_names([(call.module, key) for call, key in zip(calls, keys, strict=True)])
-    return [{**_call_dict(calls[fold.members[0]]), "module": fold.pattern} for fold in folds]
+def _as_dict(item: Any) -> dict[str, Any]:
+    if isinstance(item, Row):
+        return row_dict(item)
+    return _call_dict(item) if isinstance(item, Collective) else vars(item).copy()
 
 
 def _pairs(data: dict[str, Any]) -> list[str]:
@@ -178,7 +175,7 @@ def _key(key: str) -> str:
 
 
 def _value(value: Any) -> str:
-    return json.dumps(value).replace("\x7f", "\\u007f")
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 # Differences

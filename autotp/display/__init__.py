@@ -5,20 +5,27 @@ Functions here return text or renderables; `show` and the `Notes` are what print
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from autotp.display.html import html
-from autotp.display.report import ReportLike, report_sections
+from autotp.display.report import report_sections
 from autotp.display.sections import plan_sections
 from autotp.display.terminal import Notes, show, terminal_width
 from autotp.display.text import boxed, plain
 from autotp.plan_types import Plan
 
+if TYPE_CHECKING:
+    from autotp.verification import Report
+
 __all__ = [
     "Notes",
     "plan_html",
     "plan_renderable",
+    "plan_sections",
     "plan_text",
     "report_html",
     "report_renderable",
+    "report_sections",
     "report_text",
     "show",
 ]
@@ -39,16 +46,16 @@ def plan_renderable(plan: Plan) -> object:
     return boxed(plan_sections(plan), terminal_width())
 
 
-def report_text(report: ReportLike) -> str:
+def report_text(report: Report) -> str:
     """The report as plain aligned text."""
     return plain(report_sections(report))
 
 
-def report_html(report: ReportLike) -> str:
+def report_html(report: Report) -> str:
     """The report for a notebook."""
     return html(report_sections(report))
 
 
-def report_renderable(report: ReportLike) -> object:
+def report_renderable(report: Report) -> object:
     """The report for `rich.print`."""
     return boxed(report_sections(report), terminal_width())

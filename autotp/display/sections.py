@@ -57,6 +57,11 @@ def size_text(count: int) -> str:
     return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
 
 
+def count_text(count: int, noun: str) -> str:
+    """`1 call`, `2,000 calls`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def share_text(part: float) -> str:
     """A share in percent; never rounded up to 100 % or down to 0 %."""
     percent = 100 * part
@@ -127,7 +132,7 @@ def _totals(plan: Plan) -> Section:
             f"({share_text(share)})",
         ),
         ("cut", f"{share_text(plan.cut_share)} of the bytes of weight matrices"),
-        ("traffic", "; ".join(f"{when} {len(b):,} calls, {size_text(sum(b))}" for when, b in sent.items())),
+        ("traffic", "; ".join(f"{when} {count_text(len(b), 'call')}, {size_text(sum(b))}" for when, b in sent.items())),
         (
             "training",
             f"{size_text(training)} on rank 0 (estimate): parameters {size_text(memory.local_parameters)}, "

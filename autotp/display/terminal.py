@@ -1,7 +1,7 @@
 """Printing: answers to stdout, notes and progress to stderr.
 
 A terminal gets boxes that fit its width, and colour unless NO_COLOR is set; anything else gets
-plain text. FORCE_COLOR gives plain text colour too.
+plain text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.console import Console
 from autotp.display.sections import Section
 from autotp.display.text import boxed, plain
 
-_DEFAULT_WIDTH, _DEFAULT_HEIGHT = 80, 24
+_DEFAULT_WIDTH, _DEFAULT_HEIGHT, _ENDLESS = 80, 24, 10_000
 
 
 def terminal_width() -> int:
@@ -32,10 +32,22 @@ def show(sections: Sequence[Section], *, stream: TextIO | None = None, wide: boo
     if not stream.isatty():
         stream.write(plain(sections) + "\n")
         return
-    width = 10_000 if wide else terminal_width()
-    # rich clamps a dumb terminal to 80 columns unless both sizes are given.
-    console = Console(file=stream, width=width, height=_DEFAULT_HEIGHT, highlight=False, markup=False, emoji=False)
+    width = _ENDLESS if wide else terminal_width()
+    # Everything is laid out for the width already: rich must not shrink what cannot get narrower.
+    console = Console(
+        file=stream,
+        width=_ENDLESS,
+        height=_DEFAULT_HEIGHT,
+        color_system="auto" if _may_colour(stream) else None,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
     console.print(boxed(sections, width), soft_wrap=True)
+
+
+def _may_colour(stream: TextIO) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 class Notes:
@@ -68,7 +80,6 @@ class Notes:
             yield
 
     def _write(self, word: str, colour: str, text: str) -> None:
-        coloured = self._stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-        label = f"\033[{colour}m{word}\033[0m" if colour and coloured else word
+        label = f"\033[{colour}m{word}\033[0m" if colour and _may_colour(self._stream) else word
         self._stream.write(f"autotp: {label}: {text}\n")
         self._stream.flush()

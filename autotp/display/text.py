@@ -18,7 +18,6 @@ from rich.text import Text
 from autotp.display.sections import Section, Table
 from autotp.folding import split_pattern
 
-UNLIMITED = 1_000_000
 _NOTES_MIN, _NAME_MIN, _NAME_LEAST, _GAP = 32, 28, 12, 3
 _COLOURS = {"good": "green", "warning": "yellow", "error": "bold red", "quiet": "dim"}
 

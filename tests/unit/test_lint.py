@@ -1,0 +1,34 @@
+"""The checkers run as tests, so that one command covers everything."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",)],
+    ids=lambda words: "-".join(words[:2]),
+)
+def test_checker(words):
+    done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize(
+    ("code", "rule"),
+    [
+        ("import rich\n", "TID251"),
+        ("import typer\n", "TID251"),
+        ("def f(x): return x\n", "ANN001"),
+        ("import os\n", "F401"),
+    ],
+)
+def test_the_linter_can_fail(code, rule):
+    words = ["ruff", "check", "--stdin-filename", "autotp/fake.py", "-"]
+    done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, input=code, capture_output=True, text=True)
+    assert done.returncode == 1 and rule in done.stdout
