@@ -115,6 +115,7 @@ def plan(
 def verify(
     model: Model,
     tp: Tp = None,
+    sp: Sp = False,
     sample: Sample = None,
     rules: Rules = None,
     plan_file: PlanFile = None,
@@ -133,8 +134,15 @@ def verify(
     with Notes(quiet=json).working(f"verifying {model} on {ranks} ranks"):
         from autotp.verification import verify_spec
 
-        example, number = commands.read_sample(sample), commands.read_dtype(dtype)
-        report = verify_spec(model, tp=ranks, sample=example, rules=choices, plan=saved, dtype=number)
+        report = verify_spec(
+            model,
+            tp=ranks,
+            sample=commands.read_sample(sample),
+            rules=choices,
+            plan=saved,
+            dtype=commands.read_dtype(dtype),
+            sequence_parallel=sp,
+        )
     if json:
         typer.echo(commands.json_text(commands.verified(report, model, ranks)))
     else:

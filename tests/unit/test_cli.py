@@ -190,7 +190,7 @@ def test_verify_prints_the_report_and_says_by_its_code_if_it_failed(run, fakes):
     assert (outcome.code, outcome.err) == (0, "") and outcome.out.startswith("Verify toy on tp=2 in float64: PASS")
     [(args, kwargs)] = called(fakes, "verify_spec")
     assert args == ("x",) and kwargs["tp"] == 4 and str(kwargs["dtype"]) == "torch.float64"
-    assert kwargs["plan"] is kwargs["sample"] is kwargs["rules"] is None
+    assert kwargs["plan"] is kwargs["sample"] is kwargs["rules"] is None and kwargs["sequence_parallel"] is False
     fakes.report = make_report(ok=False, first_bad="l.1: output differs", forward_error=float("nan"))
     outcome = run("verify", "x", "--json")
     assert outcome.code == 1
