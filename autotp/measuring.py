@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,7 +36,9 @@ class Settings:
     dropout: bool = False
 
     def mode(self) -> AbstractContextManager[Any]:
-        """The mode that both runs and the planning happen in."""
+        """The mode that both runs and the planning happen in; none if there is nothing for it to do."""
+        if not self.promote and self.dropout:
+            return nullcontext()
         return Promoted(torch.float64 if self.promote else None, dropout=self.dropout)
 
     @property

@@ -28,7 +28,7 @@ _TYPES = {"FloatTensor": "DoubleTensor", "HalfTensor": "DoubleTensor", "BFloat16
 # `view(dtype)` reads the same bits as another type: it must keep its argument.
 _BITWISE = {Tensor.view, torch.frombuffer}
 # What these make may have the type of a numpy array.
-_FROM_OUTSIDE = {torch.tensor, torch.as_tensor, torch.from_numpy}
+_FROM_OUTSIDE = {torch.tensor, torch.as_tensor}
 _DROPOUTS = {
     functional.dropout,
     functional.dropout1d,
@@ -42,6 +42,8 @@ _DROPOUTS = {
     torch.feature_dropout,
     torch.feature_alpha_dropout,
 }
+# Where these take their dropout probability, if not by keyword.
+_DROPOUT_PLACES = {functional.scaled_dot_product_attention: 4, functional.multi_head_attention_forward: 10}
 
 
 class Promoted(TorchFunctionMode):
@@ -82,8 +84,8 @@ class Promoted(TorchFunctionMode):
                 return args[0] if args else kwargs["input"]
             if kwargs.get("dropout_p"):
                 kwargs["dropout_p"] = 0.0
-            elif func is functional.scaled_dot_product_attention and len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
+            elif len(args) > (place := _DROPOUT_PLACES.get(func, len(args))):
+                args = (*args[:place], 0.0, *args[place + 1 :])
         if not self._promote or func in _BITWISE:
             return func(*args, **kwargs)
         if func in _CASTS:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
@@ -21,12 +22,15 @@ class MLP(nn.Module):
         self.down = nn.Linear(32, 16)
         self.norm = nn.LayerNorm(16)
         self.head = nn.Linear(16, 5)
+        self.tied = nn.Linear(16, 5, bias=False)
+        self.tied.weight = self.head.weight
         self.register_buffer("offset", torch.linspace(0, 1, 5))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """Logits, by name."""
         hidden = torch.tanh(self.up(x)).float() * self.scale
-        return {"logits": self.head(self.norm(x + self.down(hidden))) + self.offset}
+        y = self.norm(x + self.down(hidden))
+        return {"logits": self.head(y) + self.offset, "tied": self.tied(y)}
 
 
 def build() -> tuple[MLP, Tensor]:
@@ -37,19 +41,6 @@ def build() -> tuple[MLP, Tensor]:
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.02)
     return model, torch.randn(3, 16)
-
-
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
 
 
 def right(model: MLP, mesh: DeviceMesh, inputs: Any) -> MLP:
@@ -102,10 +93,12 @@ def raises_on_one(model: MLP, mesh: DeviceMesh, inputs: Any) -> MLP:
 
 def output_is_dtensor(model: MLP, mesh: DeviceMesh, inputs: Any) -> MLP:
     """The output is left as a DTensor."""
-    plan = {"head": ColwiseParallel(use_local_output=False)}
-    parallelize_module(model, mesh, plan)
-    model.register_forward_hook(lambda module, args, output: output)
-    model._buffers["offset"] = torch.zeros(())  # a plain vector cannot be added to a DTensor
+    right(model, mesh, inputs)
+
+    def wrap(module: nn.Module, args: Any, output: dict[str, Tensor]) -> dict[str, Any]:
+        return {**output, "logits": DTensor.from_local(output["logits"], mesh, [Replicate()])}
+
+    model.register_forward_hook(wrap)
     return model
 
 
@@ -122,3 +115,26 @@ def gradient_on_one_rank(model: MLP, mesh: DeviceMesh, inputs: Any) -> MLP:
     if mesh.get_local_rank() == 1:
         model.norm.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     return model
+
+
+def untied(model: MLP, mesh: DeviceMesh, inputs: Any) -> MLP:
+    """Two modules no longer share their weight."""
+    right(model, mesh, inputs)
+    model.tied.weight = nn.Parameter(model.head.weight.detach().clone())
+    return model
+
+
+def renamed(model: MLP, mesh: DeviceMesh, inputs: Any) -> MLP:
+    """A parameter is found under another name."""
+    right(model, mesh, inputs)
+    model.gain = model.scale
+    del model.scale
+    model.__class__ = _Renamed
+    return model
+
+
+class _Renamed(MLP):
+    @property
+    def scale(self) -> Tensor:
+        """The parameter under its old name."""
+        return self.gain

@@ -1,0 +1,24 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from autotp.ranks import RankPool
+
+POOL_SIZE = 4
+TASK_SECONDS = 150.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The marker by which a short run leaves out what takes long: `pytest -m "not long"`."""
+    config.addinivalue_line("markers", "long: not in the short run")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Four gloo ranks that live as long as the test session; started at the first use."""
+    with RankPool(POOL_SIZE, timeout=TASK_SECONDS) as pool:
+        yield pool
