@@ -1,0 +1,239 @@
+"""Find a program for the ranks: carry owners, lower to edits, prove; where that fails, choose again.
+
+Each round either ends with a proof or makes at least one more tensor whole (gathered where it is computed, a call
+that sees whole tensors only, or in the end a parameter left whole), so it ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from autotp import torch_hooks
+from autotp.errors import ProofError
+from autotp.ownership.dealing import Dealing, NotARectangle
+from autotp.ownership.engine import RULES, Choices, Ownership, find_rule
+from autotp.ownership.rules_movement import movement
+from autotp.ownership.rules_pointwise import pointwise
+from autotp.ownership.state import Owned, Weights
+from autotp.program import CallEdit, CannotEdit, Lowering
+from autotp.proof import Prover, Unproven
+from autotp.trace import Op, Trace, trace
+from autotp.trees import Ref
+
+MAX_ROUNDS = 400
+
+
+@dataclass
+class Analysis:
+    """A proved program: owners, who got what, and the edits of every call."""
+
+    trace: Trace
+    own: Ownership
+    dealing: Dealing
+    edits: dict[int, CallEdit]
+    notes: dict[int, str] = field(default_factory=dict)
+    rounds: int = 0
+
+
+@dataclass
+class Search:
+    """The choices so far and why each was made."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    trace: Trace
+    tp: int
+    choices: Choices
+    notes: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ops = self.trace.ops
+        self.producer = {t: op for op in reversed(ops) for t in op.outs if t >= 0}
+        self.readers = Counter(t for op in ops for t in dict.fromkeys(op.ins))
+        written = {t for op in ops for t in op.writes}
+        self.results = {x.tid for c in self.trace.calls for x in c.outs if isinstance(x, Ref)} - written
+        self.results &= set(self.producer)
+
+    def run(self) -> Analysis:
+        for n in range(MAX_ROUNDS):
+            own = Ownership(self.trace, self.tp, self.choices).run()
+            if self._from_rules(own):
+                continue
+            try:
+                dealing = Dealing(own)
+                edits = Lowering(own, dealing).edits()
+                self._prove(dealing, edits)
+            except NotARectangle as e:
+                self._give_up_tensor(own, e.tid, "a rank's part of it is no tensor")
+            except CannotEdit as e:
+                self._give_up_call(own, e.call, e.why)
+            except Unproven as e:
+                self._give_up_operands(own, e.call, e.why)
+            else:
+                return Analysis(self.trace, own, dealing, edits, self.notes, n + 1)
+        raise ProofError(f"no program could be proved in {MAX_ROUNDS} rounds; please report the model")
+
+    def _prove(self, dealing: Dealing, edits: dict[int, CallEdit]) -> None:
+        """Prove one rank of every different shape, and the last; ranks of equal shape take its numbers over."""
+        shapes: dict[tuple[Any, ...], int] = {}
+        for rank in range(self.tp):
+            key = tuple(
+                tuple(len(s[rank]) for s in dealing.sets(t).values())
+                for t in self.trace.leaves.values()
+            )
+            twin = shapes.setdefault(key, rank)
+            if twin == rank or rank == self.tp - 1:
+                Prover(self.trace, dealing, edits, rank).prove(self.model, self.args, self.kwargs)
+            else:
+                for e in edits.values():
+                    if e.numbers.get(twin):
+                        e.numbers[rank] = dict(e.numbers[twin])
+
+    # ------------------------------------------------------------ choosing again
+    def _from_rules(self, own: Ownership) -> bool:
+        """Gathers and whole calls that the rules asked for; True if there was anything new."""
+        asked = dict(own.new_gather)
+        for t in self.trace.outputs:
+            if isinstance(own.states.get(t), Owned):
+                asked.setdefault(t, "nothing after it needs it cut")
+        new = {}
+        for tid, reason in asked.items():
+            target = self._hoist(own, tid)
+            if target is not None and target not in self.choices.gather:
+                new[target] = reason
+        opaque = {c: r for c, r in own.new_opaque.items() if c not in self.choices.opaque}
+        self.notes.update(new)
+        self._gather(new)
+        self.choices = replace(self.choices, opaque=self.choices.opaque | set(opaque))
+        return bool(new or opaque)
+
+    def _gather(self, tids: Any) -> None:
+        self.choices = replace(self.choices, gather=self.choices.gather | set(tids))
+
+    def _hoist(self, own: Ownership, tid: int) -> int | None:
+        """The earliest and smallest call result that can be gathered in place of ``tid``."""
+        best = tid if tid in self.results else None
+        while True:
+            op = self.producer.get(tid)
+            source = self._only_source(own, op) if op is not None else None
+            if source is None or self.readers[source] != 1 or _numel(own, source) > _numel(own, tid):
+                return best
+            tid = source
+            best = tid if tid in self.results else best
+
+    @staticmethod
+    def _only_source(own: Ownership, op: Op) -> int | None:
+        found = RULES.get(op.func.overloadpacket)
+        if not (found in (movement, pointwise) or (found is None and torch_hooks.is_pointwise(op.func))) or op.writes:
+            return None
+        ins = list(dict.fromkeys(op.ins))
+        return ins[0] if len(ins) == 1 and isinstance(own.states.get(ins[0]), Owned) else None
+
+    def _give_up_tensor(self, own: Ownership, tid: int, why: str) -> None:
+        target = self._hoist(own, tid)
+        if target is not None and target not in self.choices.gather:
+            self.notes[target] = why
+            return self._gather([target])
+        op = self.producer.get(tid)
+        if op is not None and op.call not in self.choices.opaque:
+            return self._give_up_call(own, op.call, why)
+        return self._leave_whole(own, [tid], why)
+
+    def _give_up_call(self, own: Ownership, call: int, why: str) -> None:
+        if call in self.choices.opaque:
+            return self._leave_whole(own, [x.tid for x in self.trace.calls[call].leaves if isinstance(x, Ref)], why)
+        for x in self.trace.calls[call].leaves:
+            if isinstance(x, Ref):
+                own.note(x.tid, why)
+        self.choices = replace(self.choices, opaque=self.choices.opaque | {call})
+        return None
+
+    def _give_up_operands(self, own: Ownership, call: int, why: str) -> None:
+        """A call that cannot be proved gets whole operands: gathered where they were computed, if they can be."""
+        c = self.trace.calls[call]
+        refs = [x.tid for x in c.leaves if isinstance(x, Ref)]
+        owned = [t for t in refs if isinstance(own.states.get(t), Owned)]
+        if not owned:
+            owned = [x.tid for x in c.outs if isinstance(x, Ref) and isinstance(own.states.get(x.tid), Owned)]
+        targets = {self._hoist(own, t) for t in owned} - {None} - self.choices.gather
+        if targets:
+            self.notes.update({t: why for t in targets if t is not None})
+            return self._gather(targets)
+        if call not in self.choices.opaque and any(own.owners(t) is not None for t in refs):
+            return self._give_up_call(own, call, why)
+        return self._leave_whole(own, self._nearby(call), why)
+
+    def _nearby(self, call: int) -> list[int]:
+        """Tensors of the calls around one, widening until there is a parameter that is cut."""
+        return [
+            x.tid
+            for c in reversed(self.trace.calls[: call + 1])
+            for x in (*c.leaves, *c.outs)
+            if isinstance(x, Ref)
+        ]
+
+    def _leave_whole(self, own: Ownership, tids: list[int], why: str) -> None:
+        """The last choice: parameters that reach here are not cut at all."""
+        for tid in tids:
+            params = self._params(own, tid)
+            open_ = [p for p in params if p in own.cut and self.choices.dims.get(p, 0) is not None]
+            if open_:
+                for p in open_:
+                    self.notes[p] = why
+                dims = {**self.choices.dims, **dict.fromkeys(open_, None)}
+                self.choices = replace(self.choices, dims=dims)
+                return
+        raise ProofError(f"no program could be proved: {why}")
+
+    def _params(self, own: Ownership, tid: int) -> list[int]:
+        s = own.states.get(tid)
+        if isinstance(s, Weights):
+            return sorted(s.params)
+        if isinstance(s, Owned):
+            groups = set(own.nodes.distinct(s.owners).tolist())
+            return [
+                p for (p, d), base in own.base.items()
+                if own.cut.get(p) == d and groups & set(own.nodes.find(_span(base, own.shape(p)[d])).tolist())
+            ]  # fmt: skip
+        return []
+
+
+def _span(base: int, n: int) -> Any:
+    import numpy as np
+
+    return np.arange(base, base + n)
+
+
+def _numel(own: Ownership, tid: int) -> int:
+    n = 1
+    for s in own.shape(tid):
+        n *= s
+    return n
+
+
+Force = Callable[[dict[str, dict[int, str]]], dict[str, int | None]]
+
+
+def analyse(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tp: int, force: Force | None = None
+) -> Analysis:
+    """Trace a model and find a proved program for ``tp`` ranks.
+
+    ``force`` may fix the cut of parameters (None: whole): it gets what each dim of each parameter is to its layer.
+    """
+    record = trace(model, args, kwargs)
+    dims: dict[str, int | None] = {}
+    if force is not None:
+        roles = Ownership(record, tp, Choices()).run().roles
+        dims = force({name: roles.get(tid, {}) for name, tid in record.leaves.items()})
+    forced = {record.leaves[name]: d for name, d in dims.items()}
+    return Search(model, args, kwargs, record, tp, Choices(forced)).run()
+
+
+__all__ = ["Analysis", "analyse", "find_rule"]

@@ -1,0 +1,170 @@
+"""From edits of calls to programs of modules: what can sit at a module's edge is moved there.
+
+A module whose edits all sit at its edge runs its own code untouched. One tensor that several layers read is entered
+once, at the edge of the lowest module that contains all its readers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from autotp.analysis import Analysis
+from autotp.program import CallEdit, NumberEdit, OperandEdit, ResultEdit
+from autotp.trace import Call, ModuleCall
+from autotp.trees import Ref
+
+Path = tuple[Any, ...]
+Site = tuple[Any, ...]
+
+
+@dataclass
+class ModuleProgram:
+    """What one module does differently on a rank. ``params`` holds every parameter (and cut buffer) of its own."""
+
+    path: str
+    params: dict[str, OperandEdit] = field(default_factory=dict)
+    inputs: dict[Path, OperandEdit] = field(default_factory=dict)
+    outputs: dict[Path, ResultEdit] = field(default_factory=dict)
+    calls: dict[Site, list[CallEdit]] = field(default_factory=dict)
+
+    @property
+    def edits_calls(self) -> bool:
+        """Whether the module's own calls are changed, so that it must run under a mode."""
+        return any(e for edits in self.calls.values() for e in edits)
+
+
+class Hoisting:
+    """Builds the programs of all modules from an analysis."""
+
+    def __init__(self, analysis: Analysis) -> None:
+        self.a, self.trace = analysis, analysis.trace
+        self.programs: dict[str, ModuleProgram] = {}
+        self.edits = {c: _copy(e) for c, e in analysis.edits.items()}
+        self.readers: dict[int, list[Call]] = defaultdict(list)
+        for c in self.trace.calls:
+            for x in c.leaves:
+                if isinstance(x, Ref) and (not self.readers[x.tid] or self.readers[x.tid][-1] is not c):
+                    self.readers[x.tid].append(c)
+
+    def run(self) -> dict[str, ModuleProgram]:
+        """Programs by module path."""
+        self._params()
+        self._inputs()
+        self._outputs()
+        for c in self.trace.calls:
+            if c.module >= 0:
+                program = self._program(self.trace.module_path(c))
+                program.calls.setdefault(c.site, []).append(self.edits[c.index])
+        for program in self.programs.values():
+            program.calls = {site: _folded(edits) for site, edits in program.calls.items()}
+        return self.programs
+
+    def _program(self, path: str) -> ModuleProgram:
+        return self.programs.setdefault(path, ModuleProgram(path))
+
+    # ------------------------------------------------------------ parameters
+    def _params(self) -> None:
+        owners: dict[int, dict[str, str]] = defaultdict(dict)
+        for name, tid in self.trace.leaves.items():
+            path, _, attr = name.rpartition(".")
+            if self.trace.tensors[tid].parameter or self.a.dealing.sets(tid):
+                owners[tid][path] = attr
+                self._program(path).params[attr] = OperandEdit()
+        for tid, places in owners.items():
+            by_path: dict[str, list[tuple[Call, int]]] = defaultdict(list)
+            for c in self.readers.get(tid, []):
+                leaves = [i for i, x in enumerate(c.leaves) if isinstance(x, Ref) and x.tid == tid]
+                by_path[self.trace.module_path(c) if c.module >= 0 else ""] += [(c, i) for i in leaves]
+            for path, uses in by_path.items():
+                self._param_uses(places.get(path), path, uses)
+
+    def _param_uses(self, attr: str | None, path: str, uses: list[tuple[Call, int]]) -> None:
+        if attr is None:
+            for c, _ in uses:
+                self.edits[c.index].local = True
+            return
+        edits = {self.edits[c.index].operands.get(i, OperandEdit()) for c, i in uses}
+        if len(edits) == 1:
+            self._program(path).params[attr] = edits.pop()
+            for c, i in uses:
+                self.edits[c.index].operands.pop(i, None)
+
+    # ------------------------------------------------------------ inputs
+    def _inputs(self) -> None:
+        wanted: dict[tuple[str, Path], set[int]] = defaultdict(set)
+        moved: dict[tuple[str, Path], list[tuple[Call, int]]] = defaultdict(list)
+        for c in self.trace.calls:
+            for i, edit in self.edits[c.index].operands.items():
+                place = self._highest(c, c.leaves[i].tid, edit)
+                if place is not None:
+                    m, path = place
+                    wanted[m.path, path].add(m.index)
+                    moved[m.path, path].append((c, i))
+        runs: dict[str, int] = defaultdict(int)
+        for m in self.trace.modules:
+            runs[m.path] += 1
+        for (module, path), where in wanted.items():
+            if len(where) == runs[module]:
+                uses = moved[module, path]
+                self._program(module).inputs[path] = self.edits[uses[0][0].index].operands[uses[0][1]]
+                for c, i in uses:
+                    self.edits[c.index].operands.pop(i, None)
+
+    def _highest(self, call: Call, tid: int, edit: OperandEdit) -> tuple[ModuleCall, Path] | None:
+        """The highest module run around a call that gets the tensor as an input which all its readers enter."""
+        if edit.gather or edit.slice or edit.once or not edit.enter:
+            return None
+        best = None
+        at = call.module
+        while at >= 0:
+            m = self.trace.modules[at]
+            paths = [p for p, t in m.inputs.items() if t == tid]
+            if len(paths) != 1 or not self._all_enter(m, tid, edit):
+                break
+            best = (m, paths[0])
+            at = m.parent
+        return best
+
+    def _all_enter(self, m: ModuleCall, tid: int, edit: OperandEdit) -> bool:
+        inside = [c for c in self.readers[tid] if m.start <= c.index < m.stop]
+        leaves = [(c, i) for c in inside for i, x in enumerate(c.leaves) if isinstance(x, Ref) and x.tid == tid]
+        returned = tid in m.outputs.values()
+        written = any(tid in op.writes for op in self.trace.ops)
+        same = all(self.a.edits[c.index].operands.get(i) == edit for c, i in leaves)
+        return same and not returned and not written
+
+    # ------------------------------------------------------------ outputs
+    def _outputs(self) -> None:
+        wanted: dict[tuple[str, Path], list[tuple[Call, int]]] = defaultdict(list)
+        for c in self.trace.calls:
+            for i in self.edits[c.index].results:
+                m = self.trace.modules[c.module] if c.module >= 0 else None
+                tid = c.outs[i].tid
+                if m is None or any(m.start <= r.index < m.stop for r in self.readers[tid]):
+                    continue
+                paths = [p for p, t in m.outputs.items() if t == tid]
+                if len(paths) == 1:
+                    wanted[m.path, paths[0]].append((c, i))
+        runs: dict[str, int] = defaultdict(int)
+        for m in self.trace.modules:
+            runs[m.path] += 1
+        for (module, path), uses in wanted.items():
+            results = {self.edits[c.index].results[i] for c, i in uses}
+            if len(uses) == runs[module] and len(results) == 1:
+                self._program(module).outputs[path] = results.pop()
+                for c, i in uses:
+                    self.edits[c.index].results.pop(i)
+
+
+def _copy(e: CallEdit) -> CallEdit:
+    return CallEdit(dict(e.operands), dict(e.results), {r: dict(n) for r, n in e.numbers.items()}, e.rows, e.random)
+
+
+def _folded(edits: list[CallEdit]) -> list[CallEdit]:
+    """One edit if a place is edited alike each time it is reached (loops, shared modules)."""
+    return edits[:1] if all(e == edits[0] for e in edits[1:]) else edits
+
+
+__all__ = ["Hoisting", "ModuleProgram", "NumberEdit"]

@@ -1,0 +1,119 @@
+"""Deal the groups out to the ranks, and say which part of every tensor a rank holds."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from autotp.ownership.engine import Ownership
+from autotp.ownership.nodes import core, varies
+
+Sets = dict[int, tuple[tuple[int, ...], ...]]  # dim -> for each rank the indices it holds
+
+
+class NotARectangle(Exception):
+    """What a rank would hold of a tensor is not a product of index sets, so it is no tensor."""
+
+    def __init__(self, tid: int) -> None:
+        super().__init__(tid)
+        self.tid = tid
+
+
+class Dealing:
+    """Which rank each group went to, and from that the local part of every tensor of the run."""
+
+    def __init__(self, own: Ownership) -> None:
+        self.own, self.tp = own, own.tp
+        self._sets: dict[int, Sets] = {}
+
+    @cached_property
+    def rank_of(self) -> np.ndarray:
+        """For every group (by its name, a node) the rank it was dealt to; -1 where nothing is cut."""
+        nodes, own = self.own.nodes, self.own
+        rank_of = np.full(len(nodes.parent), -1)
+        members = []
+        for tid, dim in own.cut.items():
+            base, n = own.base[tid, dim], own.shape(tid)[dim]
+            roots = nodes.find(np.arange(base, base + n))
+            members.append(roots[np.sort(np.unique(roots, return_index=True)[1])])
+        for family in _families(members):
+            groups = list(dict.fromkeys(int(g) for m in family for g in members[m]))
+            rank_of[groups] = deal(len(groups), self.tp)
+        return rank_of
+
+    def ranks(self, o: Tensor) -> np.ndarray:
+        """The rank of every element of an owner tensor's core."""
+        c = core(o)
+        return self.rank_of[self.own.nodes.find(c.reshape(-1).numpy())].reshape(tuple(c.shape))
+
+    def sets(self, tid: int) -> Sets:
+        """The cut dims of a tensor and who holds which indices of them; empty for a whole tensor."""
+        if tid not in self._sets:
+            o = self.own.owners(tid)
+            self._sets[tid] = {} if o is None else self.of_owners(o, tid)
+        return self._sets[tid]
+
+    def of_owners(self, o: Tensor, tid: int) -> Sets:
+        """As :meth:`sets`, from an owner tensor."""
+        ranks = self.ranks(o)
+        out: Sets = {}
+        per_rank: list[list[np.ndarray]] = []
+        for r in range(self.tp):
+            mine = ranks == r
+            axes = [np.flatnonzero(mine.any(axis=tuple(i for i in range(mine.ndim) if i != d))) for d in range(mine.ndim)]
+            if not mine.any() or mine.sum() != np.prod([len(a) for a in axes]):
+                raise NotARectangle(tid)
+            per_rank.append(axes)
+        for d in range(o.ndim):
+            if ranks.shape[d] > 1 and any(len(axes[d]) < o.shape[d] for axes in per_rank):
+                out[d] = tuple(tuple(axes[d].tolist()) for axes in per_rank)
+        return out
+
+    def of_nodes(self, nodes: Tensor) -> tuple[tuple[int, ...], ...]:
+        """Who holds which index of a vector of nodes."""
+        ranks = self.ranks(nodes)
+        return tuple(tuple(np.flatnonzero(ranks == r).tolist()) for r in range(self.tp))
+
+    def local_shape(self, tid: int, rank: int) -> tuple[int, ...]:
+        """The shape that a rank holds of a tensor."""
+        return local_shape(self.own.shape(tid), self.sets(tid), rank)
+
+
+def local_shape(shape: tuple[int, ...], sets: Sets, rank: int) -> tuple[int, ...]:
+    """A global shape with the cut dims as long as on one rank."""
+    return tuple(len(sets[d][rank]) if d in sets else n for d, n in enumerate(shape))
+
+
+def deal(groups: int, tp: int) -> list[int]:
+    """Contiguous shares as ``torch.chunk`` makes them, unless that leaves a rank empty: then as even as can be."""
+    share = -(-groups // tp)
+    if share * (tp - 1) < groups:
+        return [g // share for g in range(groups)]
+    return [r for r in range(tp) for _ in range(groups // tp + (r < groups % tp))]
+
+
+def _families(members: list[np.ndarray]) -> list[list[int]]:
+    """Cut dims that share groups, directly or through others."""
+    first: dict[int, int] = {}
+    parent = list(range(len(members)))
+
+    def find(i: int) -> int:
+        while parent[i] != i:
+            i = parent[i]
+        return i
+
+    for i, groups in enumerate(members):
+        for g in groups.tolist():
+            j = find(first.setdefault(g, i))
+            k = find(i)
+            parent[max(j, k)] = min(j, k)
+    out: dict[int, list[int]] = {}
+    for i in range(len(members)):
+        out.setdefault(find(i), []).append(i)
+    return list(out.values())
+
+
+__all__ = ["Dealing", "NotARectangle", "Sets", "deal", "local_shape", "torch", "varies"]

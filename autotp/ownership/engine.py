@@ -1,0 +1,266 @@
+"""Carry owners through a recorded run, operation by operation.
+
+A rule (see the ``rules_*`` files) says for one operation which owners merge, what it needs of its operands
+(:class:`Want`) and who owns its result. An operation without a rule needs everything whole. So the analysis is sound
+by default: the worst outcome is that something is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from autotp.ownership.nodes import Nodes, along, compress, core, pairs, varies
+from autotp.ownership.state import Owned, State, Vec, Want, Weights
+from autotp.trace import Op, Trace
+
+Rule = Callable[["Ownership", Op], None]
+RULES: dict[Any, Rule] = {}
+
+
+def rule(*packets: str) -> Callable[[Rule], Rule]:
+    """Register a rule for aten operations by name; names this torch does not have are skipped."""
+
+    def register(f: Rule) -> Rule:
+        for name in packets:
+            packet = getattr(torch.ops.aten, name, None)
+            if packet is not None:
+                RULES[packet] = f
+        return f
+
+    return register
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What is decided before a pass: ``dims`` forces a parameter's cut (None: leave whole), ``gather`` lists tensors
+    made whole right where they are computed, ``opaque`` calls that only ever see whole tensors."""
+
+    dims: dict[int, int | None] = field(default_factory=dict)
+    gather: frozenset[int] = frozenset()
+    opaque: frozenset[int] = frozenset()
+
+
+class Ownership:
+    """The state of one pass. Rules read and write it through the methods below."""
+
+    def __init__(self, trace: Trace, tp: int, choices: Choices) -> None:
+        self.trace, self.tp, self.choices = trace, tp, choices
+        self.nodes = Nodes()
+        self.states: dict[int, State] = {}
+        self.wants: list[list[Want]] = [[] for _ in trace.ops]
+        self.cut: dict[int, int] = {}
+        self.partial: dict[int, int] = {}  # tensor -> the tensor a mean was taken of, or -1 for a sum
+        self.was_partial: set[int] = set()
+        self.scaled: dict[int, int] = {}  # call -> an integer argument that counts groups, to be scaled with them
+        self.vocab: set[int] = set()
+        self.leave: dict[int, int] = {}
+        self.gathered: dict[int, Tensor] = {}
+        self.new_gather: dict[int, str] = {}
+        self.new_opaque: dict[int, str] = {}
+        self.reasons: dict[int, list[str]] = {}
+        self.roles: dict[int, dict[int, str]] = {}  # parameter -> dim -> out | in | batch | rows | features
+        self.split_input: set[int] = set()
+        self.base: dict[tuple[int, int], int] = {}
+        self.at = 0
+        self.made_in = {t: op.call for op in reversed(trace.ops) for t in op.outs if t >= 0}
+        for tid, info in enumerate(trace.tensors):
+            if info.parameter:
+                self.leaf(tid)
+
+    def leaf(self, tid: int) -> None:
+        """Give every index of every dim of a parameter (or of a statistics buffer) a node."""
+        info = self.trace.tensors[tid]
+        vecs = []
+        for d, n in enumerate(info.shape):
+            first = self.base[tid, d] = self.nodes.allocate(n)
+            if n > 1:
+                vecs.append(Vec(tid, d, d, torch.arange(first, first + n)))
+        self.states[tid] = Weights(tuple(vecs), frozenset([tid]))
+
+    # ------------------------------------------------------------ reading
+    def shape(self, tid: int) -> tuple[int, ...]:
+        return self.trace.tensors[tid].shape
+
+    def owners(self, tid: int) -> Tensor | None:
+        """Owners of a cut activation, or of weights whose cut is settled; None if whole or still open."""
+        s = self.states.get(tid)
+        if isinstance(s, Owned):
+            return s.owners
+        if isinstance(s, Weights):
+            for v in s.vecs:
+                if self.cut.get(v.param) == v.param_dim:
+                    return self.spread(v, self.shape(tid))
+        return None
+
+    def open_weights(self, tid: int) -> Weights | None:
+        """The weights state of a tensor whose cut is not settled yet."""
+        s = self.states.get(tid)
+        return s if isinstance(s, Weights) and self.owners(tid) is None else None
+
+    @staticmethod
+    def spread(v: Vec, shape: tuple[int, ...]) -> Tensor:
+        """A vector of nodes along one dim as an owner tensor."""
+        view = [1] * len(shape)
+        view[v.dim] = shape[v.dim]
+        return v.nodes.view(view).expand(shape)
+
+    def count(self, o: Tensor) -> int:
+        return len(self.nodes.distinct(o))
+
+    # ------------------------------------------------------------ merging
+    def merge(self, a: Tensor, b: Tensor, *also: Tensor) -> bool:
+        """Merge the owners of two tensors elementwise, unless that leaves one with fewer groups than ranks."""
+        x, y = pairs(a, b)
+        return self._merge(x, y, (a, b, *also))
+
+    def merge_along(self, o: Tensor, dims: list[int]) -> Tensor | None:
+        """Merge owners along dims; the merged owner tensor, or None if too few groups would be left."""
+        dims = [d for d in dims if varies(o, d)]
+        if not dims:
+            return o
+        x, y = along(o, dims)
+        if not self._merge(x, y, (o,)):
+            return None
+        return self.nodes.canonical(o)
+
+    def _merge(self, x: np.ndarray, y: np.ndarray, watched: tuple[Tensor, ...]) -> bool:
+        differ = x != y
+        if not differ.any():
+            return True
+        x, y = x[differ], y[differ]
+        cores = [core(w).reshape(-1).numpy() for w in watched]
+        if min(self.nodes.groups_after(x, y, *cores)) < self.tp:
+            return False
+        self.nodes.union(x, y)
+        return True
+
+    # ------------------------------------------------------------ weights
+    def allowed(self, v: Vec) -> bool:
+        """Whether a parameter may (still) be cut along the dim of this vector."""
+        forced = self.choices.dims.get(v.param, v.param_dim)
+        settled = self.cut.get(v.param, v.param_dim)
+        return forced == v.param_dim and settled == v.param_dim and self.count(v.nodes) >= self.tp
+
+    def settle(self, w: Weights, dim: int) -> Vec | None:
+        """Cut the weights along ``dim`` of the tensor, if all their parameters allow it; a vector of that dim."""
+        vecs = w.at(dim)
+        if not vecs or not all(self.allowed(v) for v in vecs):
+            return None
+        for v in vecs:
+            self.cut[v.param] = v.param_dim
+        return vecs[0]
+
+    def role(self, w: Weights, dim: int, role: str) -> None:
+        """Remember what a dim of the weights is to the operation that uses them."""
+        for v in w.at(dim):
+            self.roles.setdefault(v.param, {}).setdefault(v.param_dim, role)
+
+    # ------------------------------------------------------------ what rules say
+    def want(self, tid: int, kind: str = "as", dims: dict[int, tuple[int, int] | Tensor] | None = None) -> None:
+        self.wants[self.at].append(Want(tid, kind, tuple((dims or {}).items())))
+
+    def note(self, tid: int, reason: str) -> None:
+        """Remember why the parameters behind a tensor are whole here."""
+        s = self.states.get(tid)
+        for p in s.params if isinstance(s, Weights) else ():
+            self.reasons.setdefault(p, []).append(reason)
+
+    def whole(self, tid: int, reason: str) -> None:
+        """Ask for all of an operand; what cut it before is gathered, for the given reason."""
+        self.want(tid)
+        self.note(tid, reason)
+        if isinstance(self.states.get(tid), Owned):
+            self.new_gather.setdefault(tid, reason)
+
+    def all_whole(self, op: Op, reason: str) -> None:
+        for tid in dict.fromkeys(op.ins):
+            self.whole(tid, reason)
+        self.put(op, None)
+
+    def put(self, op: Op, state: State | Tensor, out: int = 0) -> None:
+        """Set the state of a result. In-place operations keep the owners that their target has."""
+        tid = op.outs[out] if out < len(op.outs) else -1
+        if tid < 0:
+            return
+        if isinstance(state, Tensor):
+            state = Owned(compress(state))
+        if tid in op.writes and state is None and self.trace.tensors[tid].leaf is not None:
+            return
+        self.states[tid] = state
+
+    # ------------------------------------------------------------ the pass
+    def run(self) -> Ownership:
+        trace = self.trace
+        for call in trace.calls:
+            if call.index in self.choices.opaque:
+                self._opaque(call)
+                continue
+            for i in range(call.start, call.stop):
+                self.at = i
+                self._step(trace.ops[i])
+            self._close(call)
+        return self
+
+    def _step(self, op: Op) -> None:
+        if all(self.states.get(t) is None and t not in self.partial for t in op.ins):
+            for t in op.outs:
+                self.states.setdefault(t, None)
+            return
+        if any(t in self.partial for t in op.ins):
+            from autotp.ownership.rules_linear import carry_partial
+
+            carry_partial(self, op)
+            return
+        find_rule(op)(self, op)
+
+    def _opaque(self, call: Any) -> None:
+        reason = f"{call.name} has no rule for what happens inside it"
+        for i in range(call.start, call.stop):
+            self.at = i
+            op = self.trace.ops[i]
+            for tid in dict.fromkeys(op.ins):
+                if tid in self.states and self.states[tid] is not None:
+                    self.whole(tid, reason)
+            for t in op.outs:
+                if self.trace.tensors[t].leaf is None if t >= 0 else False:
+                    self.states[t] = None
+
+    def _close(self, call: Any) -> None:
+        """A call's results leave it complete: partial sums are summed, and gathers asked for are made."""
+        from autotp.trees import Ref
+
+        for x in call.outs:
+            if not isinstance(x, Ref):
+                continue
+            state = self.states.get(x.tid)
+            if x.tid in self.partial:
+                self.leave[x.tid] = self.partial[x.tid]
+                self.states[x.tid] = None
+            elif x.tid in self.choices.gather and isinstance(state, Owned) and self.made_in.get(x.tid) == call.index:
+                self.gathered[x.tid] = state.owners
+                self.states[x.tid] = None
+        self.was_partial |= set(self.partial)
+        self.partial.clear()
+
+
+def find_rule(op: Op) -> Rule:
+    """The rule for an operation: by name, by torch's pointwise tag, else everything whole."""
+    from autotp import torch_hooks
+    from autotp.ownership import rules  # noqa: F401  (fills the table)
+    from autotp.ownership.rules_pointwise import pointwise
+
+    found = RULES.get(op.func.overloadpacket)
+    if found is not None:
+        return found
+    return pointwise if torch_hooks.is_pointwise(op.func) else no_rule
+
+
+def no_rule(own: Ownership, op: Op) -> None:
+    """Everything whole, with the operation as the reason."""
+    own.all_whole(op, f"op {op.func} has no rule")

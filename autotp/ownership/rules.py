@@ -1,0 +1,10 @@
+"""Importing this module registers every rule."""
+
+from autotp.ownership import (  # noqa: F401
+    rules_index,
+    rules_linear,
+    rules_movement,
+    rules_norm,
+    rules_pointwise,
+    rules_reduce,
+)

@@ -1,0 +1,115 @@
+"""Elementwise operations with broadcasting: owners that meet merge; whole operands are sliced to match."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from autotp.ownership.engine import Ownership, rule
+from autotp.ownership.nodes import varies
+from autotp.ownership.state import Owned, Vec, Weights
+from autotp.trace import Op
+
+
+@rule("where", "masked_fill", "masked_fill_", "fill_", "zero_", "copy_", "copy", "dropout", "native_dropout", "bernoulli_",
+      "bernoulli", "rrelu_with_noise", "_prelu_kernel", "clamp", "lerp", "addcmul", "addcdiv", "triu", "tril",
+      "nan_to_num", "log_sigmoid_forward", "frexp", "_fused_dropout", "rand_like",
+      "randn_like")  # fmt: skip
+def pointwise(own: Ownership, op: Op) -> None:
+    """Owners of all operands merge element by element; a parameter that varies along a cut dim is cut with it."""
+    tids = [t for t in dict.fromkeys(op.ins)]
+    out = op.outs[0]
+    weights = [isinstance(own.states.get(t), Weights) for t in tids]
+    constant = [own.states.get(t) is None and not own.trace.tensors[t].grad for t in tids]
+    if any(weights) and all(w or c for w, c in zip(weights, constant, strict=True)) and not op.writes:
+        return _weights_only(own, op, tids)
+    if op.writes and any(own.owners(t) is None for t in op.writes):
+        return own.all_whole(op, f"{op.func.overloadpacket} writes into a whole tensor")
+    owned = [t for t in tids if own.owners(t) is not None]
+    if not owned:
+        for t in tids:
+            own.whole(t, f"meets a whole activation in {op.func.overloadpacket}")
+        return own.put(op, None)
+    acc = _meet(own, op, owned)
+    for t in tids:
+        if own.open_weights(t) is not None:
+            _cut_along(own, op, t, acc)
+    for t in tids:
+        own.want(t, "as", follow(own.shape(t), own.shape(out), out))
+    for i in range(len(op.outs)):
+        own.put(op, Owned(acc.expand(own.shape(op.outs[i]))) if op.outs[i] >= 0 else None, i)
+
+
+def follow(shape: tuple[int, ...], out_shape: tuple[int, ...], out: int) -> dict[int, tuple[int, int] | Tensor]:
+    """Dims of an operand that are not broadcast, each to be cut as the result is (aligned from the right)."""
+    shift = len(out_shape) - len(shape)
+    return {d: (out, d + shift) for d, n in enumerate(shape) if n > 1 and n == out_shape[d + shift]}
+
+
+def _meet(own: Ownership, op: Op, owned: list[int]) -> Tensor:
+    shape = own.shape(op.outs[0])
+    acc, behind = None, []
+    for t in owned:
+        o = own.owners(t)
+        assert o is not None
+        o = o.expand(shape)
+        if acc is None:
+            acc, behind = o, [t]
+        elif own.merge(acc, o):
+            behind.append(t)
+            acc = own.nodes.canonical(acc)
+        elif own.count(o) <= own.count(acc) and t not in op.writes:
+            own.whole(t, "meets a tensor that is cut otherwise")
+        else:
+            for b in behind:
+                own.whole(b, "meets a tensor that is cut otherwise")
+            acc, behind = o, [t]
+    assert acc is not None
+    return acc
+
+
+def _cut_along(own: Ownership, op: Op, tid: int, acc: Tensor) -> None:
+    """Cut a still open parameter along a cut dim of the result, or say why it stays whole."""
+    w, shape = own.states[tid], own.shape(tid)
+    assert isinstance(w, Weights)
+    shift = acc.ndim - len(shape)
+    for d, n in enumerate(shape):
+        if n > 1 and varies(acc, d + shift) and try_cut(own, w, d, shape, acc):
+            return
+    own.note(tid, "is shared by everything that is cut where it is used, so its gradient is summed over the ranks")
+
+
+def try_cut(own: Ownership, w: Weights, dim: int, shape: tuple[int, ...], acc: Tensor) -> bool:
+    """Merge a parameter's nodes along ``dim`` with the owners it meets and settle that cut, if groups remain."""
+    vecs = w.at(dim)
+    if not vecs or not all(own.allowed(v) for v in vecs):
+        return False
+    if not own.merge(acc, own.spread(vecs[0], shape).expand(acc.shape)):
+        return False
+    return own.settle(w, dim) is not None
+
+
+def _weights_only(own: Ownership, op: Op, tids: list[int]) -> None:
+    """Parameters combined among themselves (weight norm, scales, casts) are still weights."""
+    out_shape = own.shape(op.outs[0])
+    vecs: list[Vec] = []
+    params: frozenset[int] = frozenset()
+    for t in tids:
+        s = own.states.get(t)
+        if isinstance(s, Weights):
+            shift = len(out_shape) - len(own.shape(t))
+            vecs += [Vec(v.param, v.param_dim, v.dim + shift, v.nodes) for v in s.vecs]
+            params |= s.params
+        own.want(t, "as", follow(own.shape(t), out_shape, op.outs[0]))
+    for i, t in enumerate(op.outs):
+        same = t >= 0 and own.shape(t) == out_shape
+        own.put(op, Weights(agreeing(own, vecs), params) if same else None, i)
+
+
+def agreeing(own: Ownership, vecs: list[Vec]) -> tuple[Vec, ...]:
+    """Vectors of different parameters that lie along one dim merge; a dim where they cannot is not cut at all."""
+    kept: list[Vec] = []
+    for dim in dict.fromkeys(v.dim for v in vecs):
+        here = [v for v in vecs if v.dim == dim]
+        if all(own.merge(here[0].nodes, v.nodes) for v in here[1:]):
+            kept += here
+    return tuple(dict.fromkeys(kept))

@@ -1,0 +1,165 @@
+"""From a model to a plan: example inputs, analysis, and the rows that say what was cut and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from autotp import inputs, trace
+from autotp.analysis import Analysis, analyse
+from autotp.errors import InputError, PlanError, StrictError
+from autotp.hoisting import Hoisting, ModuleProgram
+from autotp.layouts import Layout
+from autotp.mesh import MeshAxes, as_mesh_axes
+from autotp.plan_types import Collective, Finding, Memory, Plan, Row
+from autotp.reasons import rows_of
+from autotp.rules import Forced, choices_of, resolve
+from autotp.traffic import collectives_of
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that applying a plan needs."""
+
+    plan: Plan
+    analysis: Analysis | None
+    programs: dict[str, ModuleProgram]
+
+    def layout(self, name: str) -> Layout | None:
+        """How a parameter (or a statistics buffer) is laid out over the ranks; None if whole."""
+        if self.analysis is None:
+            return None
+        sets = self.analysis.dealing.sets(self.analysis.trace.leaves[name])
+        for dim, per_rank in sets.items():
+            return Layout.from_indices(dim, per_rank)
+        return None
+
+
+def plan(
+    model: nn.Module,
+    tp: int | None = None,
+    *,
+    mesh: Any = None,
+    sample: Any = None,
+    rules: Mapping[str, str] | None = None,
+    sequence_parallel: bool = False,
+    min_bytes: int = 0,
+    strict: bool = False,
+) -> Plan:
+    """Work out how ``model`` would be cut, without touching its weights and without a process group.
+
+    Args:
+        model: any module; its parameters may be on meta.
+        tp: number of tensor-parallel ranks; or give ``mesh`` as ``"tp=8,dp=4"`` or a ``DeviceMesh``.
+        sample: example inputs, ``(args, kwargs)``, a dict of keyword inputs or a tensor; only shapes, dtypes and
+            integer values matter. Inferred where left out.
+        rules: ``{"glob": "style"}``, choices of your own; they win, the last one that matches counts.
+        min_bytes: parameters smaller than this stay whole.
+        strict: raise if a weight matrix that could hold data is left whole.
+
+    Raises:
+        AutotpError: no example inputs, a rule that matches nothing or cannot be followed, an unknown mesh axis.
+    """
+    axes = axes_of(tp, mesh)
+    return prepare(
+        model, axes, sample=sample, rules=rules, sequence_parallel=sequence_parallel, min_bytes=min_bytes, strict=strict
+    ).plan
+
+
+def axes_of(tp: int | None, mesh: Any) -> MeshAxes:
+    """The mesh from either way of giving it."""
+    if (tp is None) == (mesh is None):
+        raise PlanError("give either tp=N or mesh=..., as in autotp.plan(model, tp=8)")
+    return as_mesh_axes(mesh if mesh is not None else tp)
+
+
+def prepare(
+    model: nn.Module,
+    axes: MeshAxes,
+    *,
+    sample: Any = None,
+    rules: Mapping[str, str] | None = None,
+    plan: Plan | str | Path | None = None,
+    sequence_parallel: bool = False,
+    min_bytes: int = 0,
+    strict: bool = False,
+) -> Prepared:
+    """Plan, and keep the proved program that the plan stands for."""
+    if sequence_parallel:
+        raise PlanError("sequence_parallel=True is not available yet; leave it out to plan without it")
+    if not any(True for _ in model.parameters()):
+        raise PlanError(f"{type(model).__name__} has no parameters: there is nothing to cut")
+    forced = resolve(model, rules, plan, min_bytes)
+    if axes.tp == 1:
+        return _alone(model, axes)
+    args, kwargs = example(model, sample)
+    analysis = analyse(model, args, kwargs, axes.tp, lambda roles: choices_of(model, forced, roles))
+    forced.check(analysis)
+    programs = Hoisting(analysis).run()
+    rows = rows_of(model, analysis)
+    made = Plan(
+        model=type(model).__name__,
+        mesh={name: size for name, size in axes.axes},
+        parameters=rows,
+        collectives=collectives_of(analysis, programs),
+        memory=Memory.of(rows),
+        findings=(*forced.findings(), *_whole(rows)),
+        sample=inputs.format_sample(args, kwargs),
+        sequence_parallel=sequence_parallel,
+    )
+    if strict:
+        _refuse_whole(made)
+    return Prepared(made, analysis, programs)
+
+
+def example(model: nn.Module, sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The user's example inputs, or the first inferred ones that run."""
+
+    def attempt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+        try:
+            trace.trace(model, args, kwargs)
+        except Exception as e:
+            return e
+        return None
+
+    args, kwargs = inputs.resolve(model, sample, attempt)
+    if sample is not None:
+        failed = attempt(args, kwargs)
+        if failed is not None:
+            raise InputError(
+                f"{type(model).__name__}.forward does not run on the sample given: {type(failed).__name__}: {failed}"
+            ) from failed
+    return args, kwargs
+
+
+def _alone(model: nn.Module, axes: MeshAxes) -> Prepared:
+    """One rank: every parameter whole."""
+    from autotp.reasons import whole_rows
+
+    rows = whole_rows(model, "there is one tensor-parallel rank")
+    mesh = dict(axes.axes)
+    return Prepared(Plan(model=type(model).__name__, mesh=mesh, parameters=rows, collectives=(), memory=Memory.of(rows)), None, {})
+
+
+def _whole(rows: tuple[Row, ...]) -> list[Finding]:
+    return [
+        Finding(code="TP-WHOLE", level="warning", where=r.name, message=f"{list(r.shape)} is whole on every rank: {r.reason}")
+        for r in rows
+        if len(r.shape) >= 2 and not r.is_cut and r.tied_to is None and math.prod(r.shape) > 1
+    ]
+
+
+def _refuse_whole(made: Plan) -> None:
+    found = [f for f in made.findings if f.code == "TP-WHOLE"]
+    if found:
+        shown = "; ".join(f"{f.where} {f.message}" for f in found[:5])
+        more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
+        raise StrictError(f"strict: {len(found)} weight matrices would be whole on every rank: {shown}{more}")
+
+
+__all__ = ["Collective", "Forced", "Prepared", "example", "plan", "prepare"]

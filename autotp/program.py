@@ -1,0 +1,286 @@
+"""The difference between the user's program and a rank's program, as edits.
+
+An edit sits at a call (one torch function in the user's code) or, hoisted, at a module's edge. Operands are entered,
+sliced, gathered or contributed once; results are summed or gathered; integers that count what is cut are scaled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+from autotp import torch_hooks
+from autotp.ownership.dealing import Dealing, Sets
+from autotp.ownership.engine import Ownership
+from autotp.ownership.rules_movement import IDENTITY
+from autotp.ownership.state import Want
+from autotp.trace import Call, Op
+from autotp.trees import Ref
+
+Indices = tuple[tuple[int, ...], ...]
+Cuts = tuple[tuple[int, Indices], ...]
+
+
+@dataclass(frozen=True)
+class OperandEdit:
+    """What happens to an operand: gathered along ``gather``, entered, sliced along ``slice``, kept on one rank."""
+
+    gather: Cuts = ()
+    enter: bool = False
+    slice: Cuts = ()
+    once: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.gather or self.enter or self.slice or self.once)
+
+
+@dataclass(frozen=True)
+class ResultEdit:
+    """What happens to a result: summed over the ranks (each first scaled by ``scale[rank]``), or gathered."""
+
+    leave: bool = False
+    scale: tuple[float, ...] = ()
+    gather: Cuts = ()
+
+
+@dataclass
+class CallEdit:
+    """All edits of one call. ``numbers[rank]`` maps a leaf to how its number is changed."""
+
+    operands: dict[int, OperandEdit] = field(default_factory=dict)
+    results: dict[int, ResultEdit] = field(default_factory=dict)
+    numbers: dict[int, dict[int, NumberEdit]] = field(default_factory=dict)
+    rows: Indices | None = None
+    random: bool = False
+    local: bool = False  # an operand is a parameter of another module: its local tensor is taken here
+
+    def __bool__(self) -> bool:
+        return bool(self.operands or self.results or any(self.numbers.values()) or self.rows or self.random or self.local)
+
+
+@dataclass(frozen=True)
+class NumberEdit:
+    """Scale an integer by ``ratio``; or, where ``seen`` is given, put ``value`` in place of exactly that number."""
+
+    ratio: Fraction | None = None
+    seen: int | float | None = None
+    value: int | float | None = None
+
+
+class CannotEdit(Exception):
+    """A call whose inside needs more than edits of its operands and results."""
+
+    def __init__(self, call: int, why: str) -> None:
+        super().__init__(why)
+        self.call, self.why = call, why
+
+
+class Lowering:
+    """From owners and wants (aten level) to edits of calls."""
+
+    def __init__(self, own: Ownership, dealing: Dealing) -> None:
+        self.own, self.dealing, self.trace = own, dealing, own.trace
+        self.producer = {t: i for i, op in enumerate(self.trace.ops) for t in op.outs if t >= 0 and t not in op.writes}
+
+    def edits(self) -> dict[int, CallEdit]:
+        """The edits of every call, before numbers are solved for."""
+        return {c.index: self.call_edit(c) for c in self.trace.calls}
+
+    def call_edit(self, call: Call) -> CallEdit:
+        edit = CallEdit()
+        leaf_of: dict[int, list[int]] = {}
+        for i, x in enumerate(call.leaves):
+            if isinstance(x, Ref):
+                leaf_of.setdefault(x.tid, []).append(i)
+        found: dict[int, set[OperandEdit]] = {}
+        settled: set[int] = set()
+        for i in range(call.start, call.stop):
+            for want in self.own.wants[i]:
+                chain: list[int] = []
+                tid, conversion = self._convert(i, want, call, chain)
+                if conversion:
+                    found.setdefault(tid, set()).add(conversion)
+                    settled.update([i, *chain])
+        for tid, conversions in found.items():
+            if tid not in leaf_of:
+                raise CannotEdit(call.index, f"{call.name} reads a tensor that is not among its arguments")
+            if len(conversions) > 1 or self._used_otherwise(tid, call, settled):
+                raise CannotEdit(call.index, f"{call.name} needs one operand in two ways")
+            for leaf in leaf_of[tid]:
+                edit.operands[leaf] = next(iter(conversions))
+        self._results(call, edit)
+        edit.rows = self._rows(call)
+        edit.random = self._random(call)
+        return edit
+
+    def _used_otherwise(self, tid: int, call: Call, settled: set[int]) -> bool:
+        """Whether some operation of the call reads a converted operand without asking for that conversion."""
+        ops = self.trace.ops
+        return any(
+            tid in ops[i].ins and i not in settled and any(t >= 0 and self.trace.tensors[t].grad for t in ops[i].outs)
+            for i in range(call.start, call.stop)
+        )
+
+    # ------------------------------------------------------------ operands
+    def _convert(self, i: int, want: Want, call: Call, chain: list[int]) -> tuple[int, OperandEdit]:
+        """The conversion one operation needs, moved back to an operand of the call."""
+        op, have = self.trace.ops[i], self._have(want.tid, call)
+        wanted = self._wanted(want)
+        grad = self.trace.tensors[want.tid].grad
+        cut_out = any(t >= 0 and (t in self.own.was_partial or self._made(t)) for t in op.outs)
+        if want.kind == "own":
+            enter = not have and cut_out and grad and not self._partial_in(want.tid)
+            edit = OperandEdit(enter=enter)
+        elif want.kind == "once":
+            edit = OperandEdit(gather=_cuts(have), once=True)
+        elif have == wanted:
+            edit = OperandEdit(enter=not have and cut_out and grad)
+        else:
+            missing = {d: s for d, s in wanted.items() if have.get(d) != s}
+            extra = {d: s for d, s in have.items() if wanted.get(d) != s}
+            edit = OperandEdit(gather=_cuts(extra), enter=cut_out and grad, slice=_cuts(missing))
+            if have and missing and set(have) - set(extra):
+                raise CannotEdit(call.index, f"{op.func} needs an operand cut in another way")
+        return self._back(want.tid, edit, call, chain) if edit else (want.tid, edit)
+
+    def _made(self, tid: int) -> Sets:
+        """How a tensor is cut when it is computed, before its call gathers it."""
+        gathered = self.own.gathered.get(tid)
+        return self.dealing.sets(tid) if gathered is None else self.dealing.of_owners(gathered, tid)
+
+    def _have(self, tid: int, call: Call) -> Sets:
+        return self._made(tid) if self.own.made_in.get(tid) == call.index else self.dealing.sets(tid)
+
+    def _partial_in(self, tid: int) -> bool:
+        return tid in self.own.was_partial
+
+    def _wanted(self, want: Want) -> Sets:
+        out: Sets = {}
+        for d, like in want.dims:
+            if isinstance(like, tuple):
+                other = self._made(like[0])
+                if like[1] in other:
+                    out[d] = other[like[1]]
+            else:
+                s = self.dealing.of_nodes(like)
+                if sum(map(len, s)) and any(len(x) < self.own.shape(want.tid)[d] for x in s):
+                    out[d] = s
+        return out
+
+    def _back(self, tid: int, edit: OperandEdit, call: Call, chain: list[int]) -> tuple[int, OperandEdit]:
+        """Follow a tensor made inside the call back to the operand it was made from."""
+        while True:
+            at = self.producer.get(tid)
+            if at is None or at < call.start:
+                return tid, edit
+            chain.append(at)
+            op = self.trace.ops[at]
+            sources = [t for t in dict.fromkeys(op.ins) if self.trace.tensors[t].grad]
+            sources = sources or list(dict.fromkeys(op.ins))
+            if len(sources) != 1:
+                raise CannotEdit(call.index, f"{call.name} combines operands before it needs them cut")
+            if edit.slice or edit.gather:
+                edit = self._through(op, sources[0], tid, edit, call)
+            tid = sources[0]
+
+    def _through(self, op: Op, source: int, tid: int, edit: OperandEdit, call: Call) -> OperandEdit:
+        """A slice or gather of a result as one of the operand it was computed from."""
+        if edit.gather:
+            if edit.slice:
+                raise CannotEdit(call.index, f"{call.name} needs an inner tensor cut in another way")
+            return replace(edit, gather=_cuts(self._have(source, call)))
+        from autotp.ownership.rules_movement import moved
+
+        name = op.func.overloadpacket.__name__
+        shape, out_shape = self.own.shape(source), self.own.shape(tid)
+        if torch_hooks.is_pointwise(op.func) or name in IDENTITY or shape == out_shape and name in _SAME:
+            if shape == out_shape:
+                return edit
+            raise CannotEdit(call.index, f"{call.name} broadcasts an operand before it is cut")
+        import torch
+
+        tags = torch.arange(max(1, _numel(shape))).view(shape)
+        try:
+            out = moved(op, source, tags, [out_shape] * len(op.outs))[op.outs.index(tid)]
+        except Exception as e:
+            raise CannotEdit(call.index, f"{call.name}: {op.func} stands between an operand and its cut") from e
+        return replace(edit, slice=self._slices_of(out, edit.slice, shape, call))
+
+    def _slices_of(self, tags: Any, cuts: Cuts, shape: tuple[int, ...], call: Call) -> Cuts:
+        import numpy as np
+
+        dims: dict[int, list[tuple[int, ...]]] = {d: [] for d in range(len(shape))}
+        for r in range(self.dealing.tp):
+            mine = tags
+            for d, per_rank in cuts:
+                mine = mine.index_select(d, _index(per_rank[r]))
+            coords = np.unravel_index(np.unique(mine.numpy()), shape)
+            axes = [np.unique(c) for c in coords]
+            if len(coords[0]) != np.prod([len(a) for a in axes]):
+                raise CannotEdit(call.index, f"{call.name} would need scattered elements of an operand")
+            for d, a in enumerate(axes):
+                dims[d].append(tuple(a.tolist()))
+        return _cuts({d: tuple(s) for d, s in dims.items() if any(len(x) < shape[d] for x in s)})
+
+    # ------------------------------------------------------------ results
+    def _results(self, call: Call, edit: CallEdit) -> None:
+        for i, x in enumerate(call.outs):
+            if not isinstance(x, Ref) or self.own.made_in.get(x.tid) != call.index:
+                continue  # a call may return its operand as it is
+            if x.tid in self.own.leave:
+                edit.results[i] = ResultEdit(leave=True, scale=self._scale(self.own.leave[x.tid]))
+            elif x.tid in self.own.gathered:
+                sets = self.dealing.of_owners(self.own.gathered[x.tid], x.tid)
+                edit.results[i] = ResultEdit(gather=_cuts(sets))
+
+    def _scale(self, mean_of: int) -> tuple[float, ...]:
+        if mean_of < 0:
+            return ()
+        sets, shape = self.dealing.sets(mean_of), self.own.shape(mean_of)
+        out = []
+        for r in range(self.dealing.tp):
+            f = Fraction(1)
+            for d, s in sets.items():
+                f *= Fraction(len(s[r]), shape[d])
+            out.append(float(f))
+        return tuple(out)
+
+    def _rows(self, call: Call) -> Indices | None:
+        for i in range(call.start, call.stop):
+            if i in self.own.vocab:
+                if call.stop - call.start != 1 or call.name != "embedding":
+                    raise CannotEdit(call.index, f"{call.name} looks up rows inside")
+                return self.dealing.sets(self.trace.ops[i].args[0].tid)[0]
+        return None
+
+    def _random(self, call: Call) -> bool:
+        outs = [x.tid for x in call.outs if isinstance(x, Ref)]
+        inside = [t for i in range(call.start, call.stop) for t in self.trace.ops[i].outs if t >= 0]
+        drawn = torch_hooks.may_be_random(call.func) or any(
+            torch_hooks.is_random(self.trace.ops[i].func) for i in range(call.start, call.stop)
+        )
+        return drawn and any(self._made(t) for t in [*outs, *inside])
+
+
+_SAME = {"_softmax", "_log_softmax", "dropout", "native_dropout"}
+
+
+def _cuts(sets: Sets) -> Cuts:
+    return tuple(sorted(sets.items()))
+
+
+def _index(indices: tuple[int, ...]) -> Any:
+    import torch
+
+    return torch.tensor(indices, dtype=torch.int64)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    n = 1
+    for s in shape:
+        n *= s
+    return n
+
+
+__all__ = ["CallEdit", "CannotEdit", "Lowering", "NumberEdit", "OperandEdit", "ResultEdit"]

@@ -1,0 +1,370 @@
+"""Prove a rank's program: run it on shapes beside the record of the whole model, call by call.
+
+Every call must come in the recorded order with the recorded arguments; every intermediate must have exactly the local
+shape that ownership predicts; calls that only move elements must move the right ones; integers must keep their content.
+Where a call's own numbers count something that is cut (``view(B, T, 12, 64)``), the number that makes it fit is
+solved for here and becomes part of the program.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autotp import torch_hooks
+from autotp.errors import AutotpError
+from autotp.ownership.dealing import Dealing, local_shape
+from autotp.ownership.engine import RULES
+from autotp.ownership.rules_movement import cat, movement
+from autotp.program import CallEdit, NumberEdit
+from autotp.trace import Call, Trace, Traced, make_twin, run
+from autotp.trees import Ref, flatten, rebuild
+
+MAX_TAGS = 1 << 23
+MAX_TRIES = 300
+
+
+class Unproven(Exception):
+    """A call of the local program that does not do what the model does."""
+
+    def __init__(self, call: int, why: str) -> None:
+        super().__init__(why)
+        self.call, self.why = call, why
+
+
+@dataclass
+class Prover:
+    """One rank's lockstep run."""
+
+    trace: Trace
+    dealing: Dealing
+    edits: dict[int, CallEdit]
+    rank: int
+    at: int = -1
+
+    def __post_init__(self) -> None:
+        tensors = self.trace.tensors
+        self.written = {tensors[t].storage for op in self.trace.ops for t in op.writes}
+
+    # ------------------------------------------------------------ the run
+    def prove(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the local program; raises :class:`Unproven` at the first call that is not right."""
+        shapes = {}
+        for name, tid in self.trace.leaves.items():
+            sets = self.dealing.sets(tid)
+            if sets:
+                shapes[name] = local_shape(self.trace.tensors[tid].shape, sets, self.rank)
+        twin = make_twin(model, shapes)
+        self.paths = twin.recorder.trace
+        self.recorder = twin.recorder
+        try:
+            with torch_hooks.kept_rng():
+                run(twin, args, kwargs, self.step)
+        except Unproven:
+            raise
+        except Exception as e:
+            raise Unproven(max(self.at, 0), f"the model's own code fails on a rank's part: {type(e).__name__}: {e}") from e
+        if len(self.recorder.trace.calls) != len(self.trace.calls):
+            raise Unproven(max(self.at, 0), "the model's own code takes another path on a rank's part")
+
+    def step(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
+        """One call: the counterpart of what :class:`autotp.styles.local.LocalProgram` does at run time."""
+        expected = self._expected(call)
+        if expected is None:
+            return self._unrecorded(call, func, args, kwargs)
+        self.at = expected.index
+        edit = self.edits[expected.index]
+        leaves, spec = flatten((args, kwargs))
+        leaves = self._operands(expected, edit, leaves)
+        wanted = [self._wanted(expected, i, x) for i, x in enumerate(expected.outs)]
+        result = self._run(expected, edit, func, leaves, spec, wanted)
+        return self._results(expected, edit, result)
+
+    def _expected(self, call: Call) -> Call | None:
+        k = len(self.recorder.trace.calls)
+        if k >= len(self.trace.calls):
+            return None
+        expected = self.trace.calls[k]
+        return expected if expected.func == call.func and expected.site == call.site else None
+
+    def _unrecorded(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call that is not the next one of the record may only be one that touches no tensor's content."""
+        before = len(self.recorder.trace.ops)
+        result = func(*args, **kwargs)
+        if len(self.recorder.trace.ops) > before or any(isinstance(x, Tensor) for x in flatten(result)[0]):
+            where = torch_hooks.describe_site(call.site)
+            raise Unproven(max(self.at, 0), f"the model's own code takes another path ({call.name} at {where})")
+        return result
+
+    # ------------------------------------------------------------ operands and results
+    def _operands(self, call: Call, edit: CallEdit, leaves: list[Any]) -> list[Any]:
+        if len(leaves) != len(call.leaves):
+            raise Unproven(call.index, f"{call.name} gets other arguments on a rank's part")
+        out = []
+        for i, (x, ref) in enumerate(zip(leaves, call.leaves, strict=True)):
+            if isinstance(ref, Ref):
+                self._check_operand(call, x, ref.tid)
+                op = edit.operands.get(i)
+                for d, per_rank in op.gather if op else ():
+                    x = _resized(x, d, self.trace.tensors[ref.tid].shape[d])
+                for d, per_rank in op.slice if op else ():
+                    x = _select(x, d, per_rank[self.rank])
+            out.append(x)
+        return out
+
+    def _check_operand(self, call: Call, x: Any, tid: int) -> None:
+        shape = self.dealing.local_shape(tid, self.rank)
+        if not isinstance(x, Tensor) or tuple(x.shape) != shape:
+            found = tuple(x.shape) if isinstance(x, Tensor) else x
+            raise Unproven(call.index, f"{call.name} gets {found} where a rank's part is {shape}")
+        there = self.trace.objects[tid]
+        changed = self.trace.tensors[tid].storage in self.written
+        if not changed and not self.dealing.sets(tid) and _real(x) and _real(there) and x.numel() <= 65536:
+            if not torch.equal(x, there) and self.trace.tensors[tid].real and not _nan_equal(x, there):
+                raise Unproven(call.index, f"{call.name} gets other numbers on a rank's part")
+
+    def _wanted(self, call: Call, i: int, x: Any) -> tuple[int, ...] | None:
+        """The local shape of a result before its edit."""
+        if not isinstance(x, Ref):
+            return None
+        shape = self.trace.tensors[x.tid].shape
+        edit = self.edits[call.index].results.get(i)
+        if edit is not None and edit.gather:
+            return local_shape(shape, dict(edit.gather), self.rank)
+        return self.dealing.local_shape(x.tid, self.rank)
+
+    def _results(self, call: Call, edit: CallEdit, result: Any) -> Any:
+        leaves, spec = flatten(result)
+        for i, r in edit.results.items():
+            for d, _ in r.gather:
+                leaves[i] = _resized(leaves[i], d, self.trace.tensors[call.outs[i].tid].shape[d])
+        return rebuild(leaves, spec) if edit.results else result
+
+    # ------------------------------------------------------------ the call itself
+    def _run(self, call: Call, edit: CallEdit, func: Any, leaves: list[Any], spec: Any, wanted: list[Any]) -> Any:
+        numbers = edit.numbers.setdefault(self.rank, {})
+        if call.index in self.dealing.own.scaled and not numbers:
+            self._scale_groups(call, leaves, numbers)
+        tags = self._tags(call, leaves)
+        error = "no number in its arguments makes it fit"
+        for tried in itertools.islice(self._candidates(call, leaves, wanted, numbers), MAX_TRIES):
+            try:
+                args, kwargs = rebuild(self._numbers(tried, leaves), spec)
+                if edit.rows is not None:
+                    args, kwargs = self._any_row(args, kwargs)
+                result = func(*args, **kwargs)
+            except Unproven:
+                raise
+            except Exception as e:
+                error = f"{type(e).__name__}: {e}"
+                continue
+            why = self._wrong(call, leaves, tried, result, wanted, tags, spec)
+            if why is None:
+                numbers.update(tried)
+                return result
+            error = why
+        where = torch_hooks.describe_site(call.site)
+        raise Unproven(call.index, f"{call.name} at {where} cannot be made to work on a rank's part: {error}")
+
+    def _wrong(
+        self, call: Call, leaves: list[Any], tried: dict[int, NumberEdit], result: Any, wanted: list[Any], tags: Any, spec: Any
+    ) -> str | None:
+        outs = flatten(result)[0]
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in outs]
+        if shapes != wanted:
+            return f"gives {shapes} where a rank's part is {wanted}"
+        if tags is not None:
+            return self._moved_wrong(call, tried, leaves, spec, tags)
+        if self._other_numbers(call, self._numbers(tried, leaves), tried):
+            return "gets other numbers on a rank's part"
+        return None
+
+    def _other_numbers(self, call: Call, leaves: list[Any], tried: dict[int, NumberEdit]) -> bool:
+        """Whether a call that computes gets numbers that differ from the whole model's, and not by an edit."""
+        if not any(self.dealing.sets(x.tid) for x in call.leaves if isinstance(x, Ref)):
+            creation = not any(isinstance(x, Ref) for x in call.leaves)
+            if creation:
+                return False
+        if self._only(call, _FREE):
+            return False
+        return any(
+            isinstance(g, (int, float)) and not isinstance(g, bool) and x != g and i not in tried
+            for i, (x, g) in enumerate(zip(leaves, call.leaves, strict=True))
+            if isinstance(x, (int, float))
+        )
+
+    def _only(self, call: Call, rules: set[Any]) -> bool:
+        ops = self.trace.ops[call.start : call.stop]
+        return bool(ops) and all(RULES.get(op.func.overloadpacket) in rules or _creates(op.func) for op in ops)
+
+    def _any_row(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Stand-in indices: at run time each rank looks up only rows it has."""
+        ids = args[0] if args else kwargs["input"]
+        zeros = torch.zeros_like(ids)
+        pad = {"padding_idx": None, "max_norm": None}
+        rest = {k: v for k, v in kwargs.items() if k not in ("input", *pad)}
+        weight = args[1] if len(args) > 1 else rest.pop("weight")
+        return (zeros, weight), {}
+
+    # ------------------------------------------------------------ numbers
+    def _numbers(self, tried: dict[int, NumberEdit], leaves: list[Any]) -> list[Any]:
+        return [edited(x, tried[i]) if i in tried else x for i, x in enumerate(leaves)]
+
+    def _scale_groups(self, call: Call, leaves: list[Any], numbers: dict[int, NumberEdit]) -> None:
+        count = self.dealing.own.scaled[call.index]
+        at = [i for i, g in enumerate(call.leaves) if isinstance(g, int) and g == count and not isinstance(g, bool)]
+        x = next(r.tid for r in call.leaves if isinstance(r, Ref))
+        edit = self.edits[call.index].operands.get(next(i for i, r in enumerate(call.leaves) if isinstance(r, Ref)))
+        sets = {**self.dealing.sets(x), **dict(edit.slice if edit else ())}
+        share = Fraction(len(sets[1][self.rank]), self.trace.tensors[x].shape[1])
+        if not at or (count * share).denominator != 1:
+            raise Unproven(call.index, f"{call.name} works on {count} groups, which cannot be counted per rank")
+        for i in at[-1:]:
+            numbers[i] = NumberEdit(ratio=share)
+
+    def _candidates(self, call: Call, leaves: list[Any], wanted: list[Any], numbers: dict[int, NumberEdit]) -> Any:
+        """Edits of the numbers, fewest changes first."""
+        yield dict(numbers)
+        if numbers:
+            return
+        options: dict[int, list[NumberEdit]] = {}
+        ratios = self._ratios(call)
+        for i, (x, g) in enumerate(zip(leaves, call.leaves, strict=True)):
+            if isinstance(x, bool) or not isinstance(x, int) or not isinstance(g, int):
+                continue
+            here = [NumberEdit(ratio=r) for r in ratios if x > 1 and (x * r).denominator == 1 and x * r != x]
+            if x != g:
+                here.insert(0, NumberEdit(seen=x, value=g))
+            if here:
+                options[i] = here
+        for n in range(1, min(len(options), 4) + 1):
+            for chosen in itertools.combinations(options, n):
+                for picks in itertools.product(*(options[i] for i in chosen)):
+                    yield dict(zip(chosen, picks, strict=True))
+
+    def _ratios(self, call: Call) -> list[Fraction]:
+        found: dict[Fraction, None] = {}
+        refs = [x.tid for x in (*call.outs, *call.leaves) if isinstance(x, Ref)]
+        for tid in refs:
+            for d, s in self.dealing.sets(tid).items():
+                f = Fraction(len(s[self.rank]), self.trace.tensors[tid].shape[d])
+                found[f] = found[1 / f] = None
+        edit = self.edits[call.index]
+        for i, r in edit.results.items():
+            for d, s in r.gather:
+                found[Fraction(len(s[self.rank]), self.trace.tensors[call.outs[i].tid].shape[d])] = None
+        own_cuts = self.dealing.own.cut
+        if not found and own_cuts:
+            found[Fraction(1, self.dealing.tp)] = found[Fraction(self.dealing.tp)] = None
+        bounds = self._bounds(call) if call.name == "__getitem__" or "narrow" in call.name else {}
+        return [*found, *bounds]
+
+    def _bounds(self, call: Call) -> dict[Fraction, None]:
+        """For slices of packed tensors: how many of the elements before a position are a rank's own."""
+        out: dict[Fraction, None] = {}
+        for ref in call.leaves:
+            if isinstance(ref, Ref):
+                for s in self.dealing.sets(ref.tid).values():
+                    for g in call.leaves:
+                        if isinstance(g, int) and not isinstance(g, bool) and g > 0:
+                            out[Fraction(sum(j < g for j in s[self.rank]), g)] = None
+        return {f: None for f in out if f}
+
+    # ------------------------------------------------------------ what moves
+    def _tags(self, call: Call, leaves: list[Any]) -> Any:
+        """Element numbers of operands and results, for calls that only move elements; None for others."""
+        cut = [x.tid for x in call.leaves if isinstance(x, Ref) and self.dealing.sets(x.tid)]
+        if not cut or not self._only(call, {movement, cat}) or call.func in torch_hooks.CONTENT_FREE:
+            return None
+        refs = list(dict.fromkeys(x.tid for x in call.leaves if isinstance(x, Ref)))
+        sizes = [self.trace.objects[t].numel() for t in refs]
+        if sum(sizes) > MAX_TAGS:
+            return None
+        out, start = {}, 0
+        for t, n in zip(refs, sizes, strict=True):
+            out[t] = torch.arange(start, start + n).view(self.trace.tensors[t].shape)
+            start += n
+        return out
+
+    def _moved_wrong(self, call: Call, tried: dict[int, NumberEdit], leaves: list[Any], spec: Any, tags: Any) -> str | None:
+        edit = self.edits[call.index]
+        local = []
+        for i, ref in enumerate(call.leaves):
+            if not isinstance(ref, Ref):
+                local.append(leaves[i])
+                continue
+            t = tags[ref.tid]
+            sets = dict(self.dealing.sets(ref.tid))
+            op = edit.operands.get(i)
+            if op is not None:
+                sets = {d: s for d, s in sets.items() if d not in dict(op.gather)} | dict(op.slice)
+            for d, s in sets.items():
+                t = _select(t, d, s[self.rank])
+            local.append(t)
+        whole_leaves = [tags[x.tid] if isinstance(x, Ref) else x for x in call.leaves]
+        func = call.func
+        try:
+            with torch.no_grad(), torch_hooks.no_modes():
+                whole = func(*rebuild(whole_leaves, spec)[0], **rebuild(whole_leaves, spec)[1])
+                part_args, part_kwargs = rebuild(self._numbers(tried, local), spec)
+                part = func(*part_args, **part_kwargs)
+        except Exception as e:
+            return f"{type(e).__name__}: {e}"
+        for i, (w, p) in enumerate(zip(flatten(whole)[0], flatten(part)[0], strict=True)):
+            if not isinstance(w, Tensor):
+                continue
+            ref = call.outs[i]
+            r = edit.results.get(i)
+            for d, s in (r.gather if r and r.gather else self.dealing.sets(ref.tid).items()):
+                w = _select(w, d, s[self.rank])
+            if not torch.equal(w, p):
+                return "moves elements to other places on a rank's part"
+        return None
+
+
+def edited(x: Any, edit: NumberEdit) -> Any:
+    """A number changed by an edit; raises if it is not the number that was planned for."""
+    if edit.ratio is not None:
+        y = x * edit.ratio
+        if y.denominator != 1:
+            raise AutotpError(f"{x} is not divisible as planned (times {edit.ratio})")
+        return int(y)
+    if x != edit.seen:
+        raise AutotpError(f"the plan expects {edit.seen} here, got {x}")
+    return edit.value
+
+
+def _creates(func: Any) -> bool:
+    return not any(a.type.kind() == "TensorType" for a in func._schema.arguments) or func.overloadpacket.__name__.startswith("new_")
+
+
+_FREE = {movement, cat}
+
+
+def _real(x: Tensor) -> bool:
+    return not isinstance(x, Traced) and not x.is_meta
+
+
+def _nan_equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(torch.isclose(a, b, equal_nan=True).all()) if a.is_floating_point() else False
+
+
+def _select(x: Tensor, dim: int, indices: tuple[int, ...]) -> Tensor:
+    if isinstance(x, Traced):
+        return _resized(x, dim, len(indices))
+    with torch_hooks.no_modes():
+        return x.index_select(dim, torch.tensor(indices, dtype=torch.int64))
+
+
+def _resized(x: Tensor, dim: int, n: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = n
+    with torch_hooks.no_modes():
+        if isinstance(x, Traced):
+            return Traced(torch.empty(shape, dtype=x.dtype, device="meta"))
+        return torch.zeros(shape, dtype=x.dtype)

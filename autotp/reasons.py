@@ -1,0 +1,130 @@
+"""The rows of a plan: one per parameter, with its style and why, in the model's own terms."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+from torch import nn
+
+from autotp.analysis import Analysis
+from autotp.layouts import Layout
+from autotp.ownership.dealing import local_shape
+from autotp.plan_types import Row
+from autotp.trees import Ref
+
+
+class _Rows:
+    """What the reasons are drawn from, gathered once."""
+
+    def __init__(self, analysis: Analysis) -> None:
+        self.a, self.own, self.trace = analysis, analysis.own, analysis.trace
+        self.entered: set[int] = set()
+        self.gathers: dict[int, str] = {}
+        for c in self.trace.calls:
+            edit = analysis.edits[c.index]
+            params = [x.tid for x in c.leaves if isinstance(x, Ref) and self.trace.tensors[x.tid].parameter]
+            for i, e in edit.operands.items():
+                if e.enter:
+                    self.entered.add(c.leaves[i].tid)
+            for i, r in edit.results.items():
+                if r.gather:
+                    for p in params:
+                        self.gathers[p] = analysis.notes.get(c.outs[i].tid, "nothing after it needs it cut")
+
+    def row(self, name: str, tid: int, dtype: str) -> Row:
+        shape = self.trace.tensors[tid].shape
+        sets = self.a.dealing.sets(tid)
+        style, dim = self._style(tid)
+        first = self.trace.canonical[name]
+        return Row(
+            name=name,
+            shape=shape,
+            local_shape=local_shape(shape, sets, 0),
+            style=style,
+            dim=dim,
+            reason=self._cut_reason(tid, dim) if dim is not None else self._whole_reason(tid),
+            dtype=dtype,
+            tied_to=first if first != name else None,
+        )
+
+    def _style(self, tid: int) -> tuple[str, int | None]:
+        sets = self.a.dealing.sets(tid)
+        if not sets:
+            return ("replicated_with_grad_allreduce" if tid in self.entered else "replicate"), None
+        dim, per_rank = next(iter(sets.items()))
+        roles = self.own.roles.get(tid, {})
+        role = roles.get(dim, "out")
+        if role in ("rows", "features") or "rows" in roles.values():
+            return ("embedding_rowwise" if roles.get(0) == "rows" and dim == 0 else "embedding_colwise"), dim
+        packed = not all(len(ranges) == 1 for ranges in Layout.from_indices(dim, per_rank).pieces)
+        prefix = "packed_" if packed else ""
+        if role == "in":
+            return (f"{prefix}rowwise" if tid not in self.own.split_input or packed else "rowwise_split_input"), dim
+        return f"{prefix}colwise" + ("_gather_output" if tid in self.gathers and len(roles) else ""), dim
+
+    def _cut_reason(self, tid: int, dim: int) -> str:
+        base, n = self.own.base[tid, dim], self.trace.tensors[tid].shape[dim]
+        roots = self.own.nodes.find(np.arange(base, base + n))
+        sizes = Counter(roots.tolist())
+        per_rank = Counter(int(r) for r in self.own_rank(np.array(list(sizes))))
+        shares = [per_rank[r] for r in range(self.a.dealing.tp)]
+        each = str(shares[0]) if len(set(shares)) == 1 else "/".join(map(str, shares))
+        width = sorted(set(sizes.values()))
+        role = self.own.roles.get(tid, {}).get(dim, "out")
+        kind = {"in": "inputs", "rows": "rows", "features": "features", "batch": "batches"}.get(role, "outputs")
+        if width == [1]:
+            text = f"{n} {kind}, {each} per rank"
+        elif len(width) == 1:
+            text = f"{len(sizes)} groups of {width[0]} {kind} that belong together, {each} per rank"
+        else:
+            text = f"{len(sizes)} groups of {width[0]} to {width[-1]} {kind} that belong together, {each} per rank"
+        if tid in self.gathers and role != "in":
+            text += f"; its output is gathered: {self.gathers[tid]}"
+        if role == "rows":
+            text += "; each rank looks up its own rows"
+        if tid in self.own.split_input:
+            text += "; its input is split over the ranks"
+        return text
+
+    def own_rank(self, roots: np.ndarray) -> np.ndarray:
+        return self.a.dealing.rank_of[roots]
+
+    def _whole_reason(self, tid: int) -> str:
+        forced = self.own.choices.dims.get(tid, 0) is None
+        if tid in self.a.notes:
+            return self.a.notes[tid]
+        reasons = list(dict.fromkeys(self.own.reasons.get(tid, [])))
+        if reasons:
+            return reasons[-1]
+        if forced:
+            return "left whole by choice"
+        read = any(tid in op.ins for op in self.trace.ops)
+        return "is read whole" if read else "is not used by the forward that was traced"
+
+
+def rows_of(model: nn.Module, analysis: Analysis) -> tuple[Row, ...]:
+    """One row per parameter, in the model's order; tied names each have one, pointing to the first."""
+    rows = _Rows(analysis)
+    return tuple(
+        rows.row(name, analysis.trace.leaves[name], str(p.dtype).removeprefix("torch."))
+        for name, p in model.named_parameters(remove_duplicate=False)
+    )
+
+
+def whole_rows(model: nn.Module, reason: str) -> tuple[Row, ...]:
+    """Rows of a model of which nothing is cut."""
+    first: dict[int, str] = {}
+    out = []
+    for name, p in model.named_parameters(remove_duplicate=False):
+        tied = first.setdefault(id(p), name)
+        shape, dtype = tuple(p.shape), str(p.dtype).removeprefix("torch.")
+        out.append(
+            Row(name=name, shape=shape, local_shape=shape, style="replicate", dim=None, reason=reason, dtype=dtype,
+                tied_to=tied if tied != name else None)
+        )  # fmt: skip
+    return tuple(out)
+
+
+__all__ = ["math", "rows_of", "whole_rows"]

@@ -1,0 +1,180 @@
+"""Apply a plan to a model, in place, through torch's ``parallelize_module``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from autotp import torch_hooks
+from autotp.errors import AutotpError, MeshError, PlanError
+from autotp.hoisting import ModuleProgram
+from autotp.layouts import distribute
+from autotp.mesh import MeshAxes, resolve_mesh
+from autotp.plan_types import Plan
+from autotp.planning import Prepared, prepare
+from autotp.styles.comm import Ranks
+from autotp.styles.local import LocalForward
+from autotp.styles.random import SharedDraws
+
+
+class LocalStyle(ParallelStyle):
+    """Hands one module its part of every parameter of its own, and runs it by its program."""
+
+    def __init__(self, program: ModuleProgram, made: dict[int, nn.Parameter], layouts: dict[str, Any], ranks: Ranks) -> None:
+        super().__init__()
+        self.program, self.made, self.layouts, self.ranks = program, made, layouts, ranks
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, p in module._parameters.items():
+            if p is not None and not torch_hooks.is_dtensor(p):
+                module._parameters[name] = self._parameter(p, f"{self.program.path}.{name}".lstrip("."), device_mesh)
+                _replace_in_lists(module, p, module._parameters[name])
+        for name, b in module._buffers.items():
+            layout = self.layouts.get(f"{self.program.path}.{name}".lstrip("."))
+            if b is not None and layout is not None:
+                module._buffers[name] = distribute(b, device_mesh, layout)
+        local = LocalForward(self.program, self.ranks)
+        module.register_forward_pre_hook(local.before, with_kwargs=True, prepend=True)
+        module.register_forward_hook(local.after, with_kwargs=True, always_call=True)
+        return module
+
+    def _parameter(self, p: nn.Parameter, name: str, mesh: DeviceMesh) -> nn.Parameter:
+        """This rank's part of a parameter, with everything the user attached to it; tied ones stay one object."""
+        if id(p) not in self.made:
+            new = nn.Parameter(distribute(p.data, mesh, self.layouts.get(name)), requires_grad=p.requires_grad)
+            torch_hooks.move_attachments(p, new)
+            self.made[id(p)] = new
+        return self.made[id(p)]
+
+
+def _replace_in_lists(module: nn.Module, old: Any, new: Any) -> None:
+    for value in module.__dict__.values():
+        if type(value) is list:
+            value[:] = [new if x is old else x for x in value]
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    plan: Plan | str | Path | None = None,
+    sample: Any = None,
+    rules: Mapping[str, str] | None = None,
+    sequence_parallel: bool = False,
+    fsdp: bool = True,
+    min_bytes: int = 0,
+    strict: bool = False,
+) -> nn.Module:
+    """Make ``model`` tensor-parallel over ``mesh``, in place; returns the same object.
+
+    All ranks call it with the same model. Afterwards every parameter is a ``DTensor`` (the ones rank 0 had), inputs are
+    the ordinary full inputs, equal on all ranks of the group, and outputs are ordinary full tensors.
+
+    Args:
+        mesh: 1-D (tensor parallel whatever its name), or with an axis named ``tp``.
+        plan: a :class:`Plan` or a path to one, applied as it is after proof.
+        sample, rules, min_bytes, strict: as in :func:`autotp.plan`.
+
+    Raises:
+        AutotpError: before any communication and on every rank: a mesh axis that is unknown, a model that is sharded
+            already or on another device, a rule that matches nothing, inputs that cannot be inferred. After one small
+            exchange, also on every rank: ranks that hold different models or rules.
+    """
+    axes = resolve_mesh(mesh)
+    _check_model(model, mesh)
+    if fsdp and axes.fsdp > 1:
+        raise MeshError(
+            f"mesh axis {axes.fsdp_name!r}: fully_shard beside tensor parallelism is not available yet; "
+            "pass fsdp=False and apply fully_shard yourself"
+        )
+    prepared = prepare(
+        model, axes, sample=sample, rules=rules, plan=plan, sequence_parallel=sequence_parallel,
+        min_bytes=min_bytes, strict=strict,
+    )  # fmt: skip
+    if axes.tp == 1:
+        return model
+    tp_mesh = mesh if mesh.ndim == 1 else mesh[axes.tp_name]
+    ranks = Ranks(tp_mesh.get_group(), tp_mesh.get_local_rank(), tp_mesh.size())
+    _agree(prepared.plan, ranks)
+    _share_first(model, ranks)
+    return _apply(model, prepared, tp_mesh, ranks)
+
+
+def _apply(model: nn.Module, prepared: Prepared, mesh: DeviceMesh, ranks: Ranks) -> nn.Module:
+    assert prepared.analysis is not None
+    trace = prepared.analysis.trace
+    layouts = {name: prepared.layout(name) for name in trace.leaves}
+    made: dict[int, nn.Parameter] = {}
+    styles: dict[str, ParallelStyle] = {}
+    for path, module in model.named_modules():
+        program = prepared.programs.get(path)
+        if program is not None and (program.params or program.inputs or program.outputs or program.edits_calls):
+            styles[path] = LocalStyle(program, made, layouts, ranks)
+        elif module._parameters:
+            styles[path] = LocalStyle(ModuleProgram(path), made, layouts, ranks)
+    for path, style in styles.items():
+        if path:
+            parallelize_module(model, mesh, {path: style}, src_data_rank=None)
+        else:
+            parallelize_module(model, mesh, style, src_data_rank=None)
+    if any(torch_hooks.may_be_random(c.func) for c in trace.calls) or trace.random_calls:
+        draws = SharedDraws(ranks, always=trace.random_calls > 0 and not model.training)
+        model.register_forward_pre_hook(draws.before, with_kwargs=True, prepend=True)
+        model.register_forward_hook(draws.after, with_kwargs=True, always_call=True)
+    return model
+
+
+def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
+    for name, p in model.named_parameters():
+        if torch_hooks.is_dtensor(p):
+            raise PlanError(
+                f"{name} is a DTensor already (placements {tuple(p.placements)}): the model was sharded before. "
+                "Call autotp.shard once, before fully_shard."
+            )
+        if p.device.type not in (mesh.device_type, "meta"):
+            raise MeshError(
+                f"{name} is on {p.device} but the mesh is of {mesh.device_type} devices: move the model there first, "
+                f"as in model.to('{mesh.device_type}')"
+            )
+
+
+def _agree(plan: Plan, ranks: Ranks) -> None:
+    """Compare the plans of all ranks by their digest; where they differ, say where and which ranks."""
+    digest = hashlib.sha256(repr((plan.parameters, plan.collectives, tuple(plan.mesh.items()))).encode()).digest()
+    device = "cuda" if dist.get_backend(ranks.group) == "nccl" else "cpu"
+    mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    parts = ranks.all_parts(mine)
+    if all(torch.equal(p, parts[0]) for p in parts):
+        return
+    plans: list[Any] = [None] * ranks.size
+    dist.all_gather_object(plans, [(r.name, r.shape, r.style, r.dim) for r in plan.parameters], group=ranks.group)
+    other = next((i for i, p in enumerate(plans) if p != plans[0]), 0)
+    pairs = zip(plans[0], plans[other], strict=False)
+    first = next(((a, b) for a, b in pairs if a != b), None)
+    where = f"first at {first[0][0]}: {first[0][1:]} against {first[1][0]}: {first[1][1:]}" if first else (
+        f"{len(plans[0])} against {len(plans[other])} parameters"
+    )
+    raise PlanError(f"the ranks hold different models, rules or inputs: rank 0 and rank {other} differ, {where}")
+
+
+@torch.no_grad()
+def _share_first(model: nn.Module, ranks: Ranks) -> None:
+    """Every rank starts from the first one's values."""
+    tensors: dict[int, Tensor] = {id(t): t for t in (*model.parameters(), *model.buffers()) if not t.is_meta}
+    for t in tensors.values():
+        whole = t.detach().contiguous()
+        dist.broadcast(whole, ranks.first, group=ranks.group)
+        if whole.data_ptr() != t.data_ptr():
+            t.detach().copy_(whole)
+
+
+__all__ = ["AutotpError", "LocalStyle", "MeshAxes", "shard"]

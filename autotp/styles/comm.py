@@ -1,0 +1,150 @@
+"""The few collectives of tensor parallelism, with their gradients.
+
+==========  =======================  ===========================================
+            forward                  backward
+==========  =======================  ===========================================
+enter       identity                 sum over the ranks
+leave       sum over the ranks       identity
+gather      all parts, in order      this rank's part
+once        first rank's value       identity
+==========  =======================  ===========================================
+
+A whole tensor has the same gradient, complete, on all ranks; a cut one has its part. (Megatron-LM, arXiv 1909.08053,
+calls enter and leave *f* and *g*.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autotp.program import Indices
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of one tensor-parallel group as one of them sees it."""
+
+    group: Any
+    rank: int
+    size: int
+
+    @cached_property
+    def first(self) -> int:
+        """Global rank of the group's first member."""
+        return dist.get_global_rank(self.group, 0)
+
+    def sum_(self, x: Tensor) -> Tensor:
+        """Sum in place over the ranks."""
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def all_parts(self, x: Tensor) -> list[Tensor]:
+        """Every rank's tensor; all must have the same shape."""
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x, group=self.group)
+        return parts
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.ranks.sum_(grad.clone(memory_format=torch.contiguous_format)), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.mark_dirty(x)
+        return ranks.sum_(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, indices: Indices, ranks: Ranks) -> Tensor:
+        ctx.dim, ctx.mine = dim, indices[ranks.rank]
+        sizes = [len(i) for i in indices]
+        parts = ranks.all_parts(_padded(x, dim, max(sizes)).contiguous())
+        whole = torch.cat([p.narrow(dim, 0, n) for p, n in zip(parts, sizes, strict=True)], dim)
+        order = [i for rank in indices for i in rank]
+        if order == list(range(len(order))):
+            return whole
+        back = torch.empty(max(order) + 1, dtype=torch.int64)
+        back[torch.tensor(order)] = torch.arange(len(order))
+        return whole.index_select(dim, back.to(x.device))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return part(grad, ctx.dim, ctx.mine), None, None, None
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad
+
+
+def enter(x: Tensor, ranks: Ranks) -> Tensor:
+    """A whole tensor into a cut region: its gradient is summed, once for all who read this tensor."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    known = getattr(x, "_autotp_entered", None)
+    if known is not None and known[0] == x._version and known[1] is ranks.group:
+        return known[2]  # type: ignore[no-any-return]
+    y: Tensor = _Enter.apply(x, ranks)  # type: ignore[no-untyped-call]
+    x._autotp_entered = (x._version, ranks.group, y)  # type: ignore[attr-defined]
+    return y
+
+
+def leave(x: Tensor, ranks: Ranks) -> Tensor:
+    """A partial sum out of a cut region: summed over the ranks."""
+    x = x.contiguous()
+    if x._is_view() or x.is_leaf:
+        x = x.clone()
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return ranks.sum_(x)
+    return _Leave.apply(x, ranks)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def gather(x: Tensor, dim: int, indices: Indices, ranks: Ranks) -> Tensor:
+    """The parts of all ranks as the whole tensor; ``indices[rank]`` says where each part's elements belong."""
+    return _Gather.apply(x, dim, indices, ranks)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def once(x: Tensor, ranks: Ranks) -> Tensor:
+    """Something added to a partial sum: only the first rank adds it."""
+    return x if ranks.rank == 0 else _Once.apply(x)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def part(x: Tensor, dim: int, indices: tuple[int, ...]) -> Tensor:
+    """The elements of a whole tensor at ``indices`` along ``dim``: a view where they are contiguous."""
+    n = len(indices)
+    if n and indices[-1] - indices[0] + 1 == n and all(b - a == 1 for a, b in zip(indices, indices[1:], strict=False)):
+        return x.narrow(dim, indices[0], n)
+    return x.index_select(dim, torch.tensor(indices, device=x.device))
+
+
+def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+    if x.shape[dim] == size:
+        return x
+    shape = list(x.shape)
+    shape[dim] = size - x.shape[dim]
+    return torch.cat([x, x.new_zeros(shape)], dim)

@@ -1,0 +1,227 @@
+"""Run a module's own code on a rank's part.
+
+Around the forward of a module its parameters are swapped for this rank's plain tensors, inputs and outputs cross the
+edge of the cut region, and, only where the module's own calls must be edited, a function mode edits them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from autotp import torch_hooks
+from autotp.errors import AutotpError
+from autotp.hoisting import ModuleProgram
+from autotp.layouts import to_local
+from autotp.program import CallEdit, NumberEdit, OperandEdit, ResultEdit
+from autotp.proof import edited
+from autotp.styles.comm import Ranks, enter, gather, leave, once, part
+from autotp.styles.random import own_draws
+from autotp.trees import edit_at, flatten, rebuild
+
+Change = Callable[[Any], Any]
+
+
+def operand(edit: OperandEdit, ranks: Ranks) -> Change:
+    """The function that an operand edit is on this rank."""
+
+    def change(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        for dim, indices in edit.gather:
+            x = gather(x, dim, indices, ranks)
+        if edit.enter:
+            x = enter(x, ranks)
+        for dim, indices in edit.slice:
+            x = part(x, dim, indices[ranks.rank])
+        return once(x, ranks) if edit.once else x
+
+    return change
+
+
+def outcome(edit: ResultEdit, ranks: Ranks) -> Change:
+    """The function that a result edit is on this rank."""
+
+    def change(x: Any) -> Any:
+        if edit.scale:
+            x = x * edit.scale[ranks.rank]
+        if edit.leave:
+            return leave(x, ranks)
+        for dim, indices in edit.gather:
+            x = gather(x, dim, indices, ranks)
+        return x
+
+    return change
+
+
+@dataclass(frozen=True)
+class BoundCall:
+    """A call's edits as functions of this rank."""
+
+    operands: tuple[tuple[int, Change], ...]
+    numbers: tuple[tuple[int, NumberEdit], ...]
+    results: tuple[tuple[int, Change], ...]
+    rows: tuple[int, ...] | None
+    random: bool
+
+    @classmethod
+    def of(cls, edit: CallEdit, ranks: Ranks) -> BoundCall:
+        return cls(
+            tuple((i, operand(e, ranks)) for i, e in edit.operands.items()),
+            tuple(edit.numbers.get(ranks.rank, {}).items()),
+            tuple((i, outcome(e, ranks)) for i, e in edit.results.items()),
+            edit.rows[ranks.rank] if edit.rows else None,
+            edit.random,
+        )
+
+    def run(self, func: Any, args: Any, kwargs: Any, ranks: Ranks) -> Any:
+        leaves, spec = flatten((args, kwargs))
+        leaves = [to_local(x) if torch_hooks.is_dtensor(x) else x for x in leaves]
+        for i, change in self.operands:
+            leaves[i] = change(leaves[i])
+        for i, number in self.numbers:
+            if isinstance(leaves[i], int):
+                leaves[i] = edited(leaves[i], number)
+        args, kwargs = rebuild(leaves, spec)
+        if self.rows is not None:
+            result = look_up(self.rows, func, args, kwargs)
+        elif self.random:
+            with own_draws(ranks):
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        if not self.results:
+            return result
+        outs, out_spec = flatten(result)
+        for i, change in self.results:
+            outs[i] = change(outs[i])
+        return rebuild(outs, out_spec)
+
+
+def look_up(rows: tuple[int, ...], func: Any, args: Any, kwargs: Any) -> Tensor:
+    """An embedding of which this rank has some rows: the others give zeros."""
+    given = torch_hooks.embedding_arguments(func, args, kwargs)
+    ids, weight, padding = given["ids"], given["weight"], given["padding_idx"]
+    if not rows:
+        return weight.new_zeros((*ids.shape, weight.shape[1])) + weight.sum() * 0
+    if rows[-1] - rows[0] + 1 == len(rows):
+        local, missing = ids - rows[0], (ids < rows[0]) | (ids > rows[-1])
+    else:
+        place = torch.full((int(max(rows[-1], int(ids.max()))) + 1,), -1, dtype=ids.dtype, device=ids.device)
+        place[torch.tensor(rows, device=ids.device)] = torch.arange(len(rows), dtype=ids.dtype, device=ids.device)
+        local = place[ids]
+        missing = local < 0
+    local = local.masked_fill(missing, 0)
+    at = rows.index(padding) if padding is not None and padding in rows else None
+    out = torch.nn.functional.embedding(local, weight, padding_idx=at)
+    return out.masked_fill(missing.unsqueeze(-1), 0)
+
+
+class LocalCalls(TorchFunctionMode):
+    """Edits the calls that one module's own code makes, found by their place in that code."""
+
+    def __init__(self, table: dict[Any, list[BoundCall]], ranks: Ranks, path: str, base: Any) -> None:
+        super().__init__()
+        self.table, self.ranks, self.path, self.base = table, ranks, path, base
+        self.seen: dict[Any, int] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch_hooks.is_metadata(func):
+            return func(*args, **kwargs)
+        site = torch_hooks.call_site(2, self.base)
+        if site is None:
+            return func(*args, **kwargs)
+        opened = torch_hooks.opened(func)
+        if opened is not None:
+            with self:
+                return opened(*args, **kwargs)
+        calls = self.table.get(site)
+        if calls is None:
+            return self._unplanned(func, args, kwargs, site)
+        if len(calls) == 1:
+            return calls[0].run(func, args, kwargs, self.ranks)
+        n = self.seen[site] = self.seen.get(site, -1) + 1
+        if n >= len(calls):
+            return self._unplanned(func, args, kwargs, site)
+        return calls[n].run(func, args, kwargs, self.ranks)
+
+    def _unplanned(self, func: Any, args: Any, kwargs: Any, site: Any) -> Any:
+        """A place that no recorded run reached: fine as long as it computes nothing with tensors of a cut model."""
+        result = func(*args, **kwargs)
+        if any(isinstance(x, Tensor) and x.is_floating_point() for x in flatten((args, kwargs))[0]):
+            where, name = torch_hooks.describe_site(site), getattr(func, "__name__", str(func))
+            raise AutotpError(
+                f"{self.path or 'the model'}: the call of {name} at {where} was not reached when the plan was made, so it "
+                "is not known how it acts on a rank's part. Pass a sample that takes this path: "
+                "autotp.shard(model, mesh, sample=(args, kwargs))."
+            )
+        return result
+
+
+class LocalForward:
+    """The two hooks around a module's forward. Holds no module, so copies of a module share it."""
+
+    def __init__(self, program: ModuleProgram, ranks: Ranks) -> None:
+        self.path, self.ranks = program.path, ranks
+        self.params = [(n, operand(e, ranks) if e else None) for n, e in program.params.items()]
+        self.inputs = [(p, operand(e, ranks)) for p, e in program.inputs.items()]
+        self.outputs = [(p, outcome(e, ranks)) for p, e in program.outputs.items()]
+        self.table: dict[Any, list[BoundCall]] | None = None
+        if program.edits_calls:
+            self.table = {s: [BoundCall.of(e, ranks) for e in edits] for s, edits in program.calls.items()}
+        self.running: list[tuple[list[tuple[Any, Any, Any]], LocalCalls | None]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalForward:
+        return self
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Swap parameters, cross the edge inwards, start editing calls."""
+        kept: list[tuple[Any, Any, Any]] = []
+        for name, change in self.params:
+            for slots in (module._parameters, module._buffers):
+                full = slots.get(name)
+                if full is not None and torch_hooks.is_dtensor(full):
+                    local = to_local(full)
+                    local = change(local) if change is not None else local
+                    kept.append((slots, name, full))
+                    slots[name] = local  # type: ignore[assignment]
+                    _swap_in_lists(module, full, local, kept)
+        mode = None
+        if self.table is not None:
+            mode = LocalCalls(self.table, self.ranks, self.path, sys._getframe(1))
+        self.running.append((kept, mode))
+        for path, change in self.inputs:
+            args, kwargs = edit_at((args, kwargs), path, change)
+        if mode is not None:
+            mode.__enter__()
+        return args, kwargs
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        """Undo what :meth:`before` did, also after an exception, and cross the edge outwards."""
+        kept, mode = self.running.pop()
+        if mode is not None:
+            mode.base = None
+            mode.__exit__(None, None, None)
+        for slots, key, full in kept:
+            slots[key] = full
+        if out is not None:
+            for path, change in self.outputs:
+                out = edit_at(out, path, change)
+        return out
+
+
+def _swap_in_lists(module: nn.Module, full: Any, local: Any, kept: list[tuple[Any, Any, Any]]) -> None:
+    """Recurrent layers keep their weights in a list as well."""
+    for value in module.__dict__.values():
+        if type(value) is list:
+            for i, x in enumerate(value):
+                if x is full:
+                    kept.append((value, i, full))
+                    value[i] = local

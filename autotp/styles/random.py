@@ -1,0 +1,76 @@
+"""Random numbers: the same on all ranks for whole tensors, a rank's own inside cut regions.
+
+Before a forward that draws, the group agrees on a seed drawn from the first rank's generator; the user's generator goes
+on after it as if one number had been drawn. Everything then follows from the state of the default generator, so
+activation checkpointing, which saves and restores that state, recomputes the same masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autotp.styles.comm import Ranks
+
+_MIX = 0x9E3779B97F4A7C15
+
+
+def _mixed(seed: int, salt: int) -> int:
+    return (seed ^ (salt * _MIX)) & 0x7FFFFFFFFFFFFFFF
+
+
+def _states() -> list[Any]:
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])
+
+
+def _restore(states: list[Any]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
+
+
+def _draw_seed() -> int:
+    return int(torch.randint(0, 2**62, ()).item())
+
+
+@contextmanager
+def own_draws(ranks: Ranks) -> Iterator[None]:
+    """Inside, this rank draws its own numbers, which follow from the shared generator's state and its rank."""
+    seed = _draw_seed()
+    states = _states()
+    torch.manual_seed(_mixed(seed, ranks.rank + 1))
+    try:
+        yield
+    finally:
+        _restore(states)
+
+
+class SharedDraws:
+    """Hooks around the whole model's forward that make the group draw alike (data-parallel groups draw apart)."""
+
+    def __init__(self, ranks: Ranks, always: bool) -> None:
+        self.ranks, self.always = ranks, always
+        self.kept: list[Any] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedDraws:
+        return self
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not (self.always or module.training):
+            self.kept.append(None)
+            return
+        device = "cuda" if dist.get_backend(self.ranks.group) == "nccl" else "cpu"
+        seed = torch.tensor(_draw_seed(), device=device)
+        dist.broadcast(seed, self.ranks.first, group=self.ranks.group)
+        self.kept.append(_states())
+        torch.manual_seed(_mixed(int(seed), self.ranks.first))
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        states = self.kept.pop()
+        if states is not None:
+            _restore(states)

@@ -1,0 +1,123 @@
+"""The one door to private torch APIs.
+
+Everything whose name starts with an underscore in torch, or that differs between torch
+versions, is imported here and nowhere else, so that a new torch breaks one file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as _funcol
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+# ---- layouts: specs, placements and the propagation of placements through operations ----
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.distributed.tensor._sharding_prop import LocalLRUCache
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+__all__ = [
+    "DTensorSpec",
+    "OpSchema",
+    "OutputSharding",
+    "StridedShard",
+    "TensorMeta",
+    "all_gather",
+    "all_reduce",
+    "chunk_of_spec",
+    "dtensor_spec",
+    "guard_checkpoints",
+    "guard_propagation",
+    "local_of",
+    "wrap_local",
+]
+
+Propagate = Callable[[OpSchema], OutputSharding]
+
+
+def local_of(dtensor: DTensor) -> torch.Tensor:
+    """The local tensor object itself: no autograd, no copy, no fresh alias."""
+    return dtensor._local_tensor
+
+
+def dtensor_spec(dtensor: DTensor) -> DTensorSpec:
+    """Mesh, placements and global shape of a DTensor."""
+    return dtensor._spec
+
+
+def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor around `local` as it is: no check, no communication, no autograd."""
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+
+
+_gather_op = getattr(_funcol, "all_gather_single", None) or _funcol.all_gather_tensor
+
+
+def all_gather(local: torch.Tensor, dim: int, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    """Equal-sized locals of one mesh axis, concatenated along `dim` in rank order."""
+    gathered = _gather_op(local.contiguous(), gather_dim=dim, group=(mesh, axis))
+    return _funcol.wait_tensor(gathered)
+
+
+def all_reduce(local: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    """Sum over one mesh axis, as a new tensor."""
+    return _funcol.wait_tensor(_funcol.all_reduce(local, "sum", group=(mesh, axis)))
+
+
+def guard_propagation(
+    concerns: Callable[[OpSchema], bool],
+    rule: Callable[[OpSchema, Propagate], OutputSharding],
+) -> None:
+    """Let `rule` decide the output placements of every operation that `concerns` picks.
+
+    Runs on a cache miss only. DTensor would otherwise rebuild an unknown placement as a
+    stock one in some operations, which is silently wrong.
+    """
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    stock: Propagate = propagator.propagate_op_sharding_non_cached
+
+    def propagate(schema: OpSchema) -> OutputSharding:
+        return rule(schema, stock) if concerns(schema) else stock(schema)
+
+    propagator.propagate_op_sharding_non_cached = propagate  # type: ignore[method-assign]
+    propagator.propagate_op_sharding = LocalLRUCache(propagate)  # type: ignore[assignment]
+
+
+def chunk_of_spec(
+    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(local shape, global offsets) of this rank under stock placements."""
+    return compute_local_shape_and_global_offset(shape, mesh, placements)
+
+
+def guard_checkpoints(
+    concerns: Callable[[DTensor], bool],
+    write_items: Callable[[DTensor, str], list[Any]],
+    chunk_list: Callable[[DTensor], list[Any]],
+    shard_at: Callable[[DTensor, Any], torch.Tensor],
+) -> None:
+    """Replace the protocol of torch.distributed.checkpoint for the DTensors `concerns` picks.
+
+    Stock DTensors are one contiguous chunk; ours may be several.
+    """
+    stock_write = DTensor.__create_write_items__
+    stock_chunks = DTensor.__create_chunk_list__
+    stock_shard = DTensor.__get_tensor_shard__
+
+    def create_write_items(self: DTensor, fqn: str, obj: Any) -> Any:
+        return write_items(self, fqn) if concerns(self) else stock_write(self, fqn, obj)
+
+    def create_chunk_list(self: DTensor) -> Any:
+        return chunk_list(self) if concerns(self) else stock_chunks(self)
+
+    def get_tensor_shard(self: DTensor, index: Any) -> Any:
+        return shard_at(self, index) if concerns(self) else stock_shard(self, index)
+
+    DTensor.__create_write_items__ = create_write_items  # type: ignore[method-assign]
+    DTensor.__create_chunk_list__ = create_chunk_list  # type: ignore[method-assign]
+    DTensor.__get_tensor_shard__ = get_tensor_shard  # type: ignore[method-assign]

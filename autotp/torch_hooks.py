@@ -1,0 +1,284 @@
+"""Private corners of torch that recording and running a model stand on. Nothing else in autotp touches them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed.tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_aten = torch.ops.aten
+
+# ---------------------------------------------------------------- aten operations
+
+
+@functools.cache
+def is_random(func: Any) -> bool:
+    """Whether an aten operation draws from a generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+@functools.cache
+def is_pointwise(func: Any) -> bool:
+    """Whether torch tags an aten operation as elementwise (with broadcasting)."""
+    return torch.Tag.pointwise in getattr(func, "tags", ())
+
+
+@functools.cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    schema = func._schema
+    out = []
+    for i, a in enumerate(schema.arguments):
+        if a.alias_info is not None and a.alias_info.is_write:
+            out.append((i, a.name))
+    return tuple(out)
+
+
+def written_args(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an aten operation writes in place."""
+    out: list[Tensor] = []
+    for i, name in _written(func):
+        x = args[i] if i < len(args) else kwargs.get(name)
+        out += [y for y in (x if isinstance(x, (list, tuple)) else (x,)) if isinstance(y, Tensor)]
+    return out
+
+
+def without_device(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Everything recorded lives on one pretended CPU, so device arguments are turned into it."""
+    if "device" in kwargs and kwargs["device"] is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+    return kwargs
+
+
+def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], real: dict[int, Tensor]) -> Any:
+    """Run an aten operation on meta tensors; ``real`` maps a meta stand-in's id to the tensor with content."""
+    if func in (_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default, _aten._unsafe_index.Tensor):
+        args = (args[0], _mask_to_index(args[1], real), *args[2:])
+        if func in (_aten.index_put_.default, _aten.index_put.default):
+            return func(*args, **kwargs)
+    if func is _aten.masked_select.default:
+        index = _mask_to_index([args[1]], real)
+        return _aten.index.Tensor(args[0], index)
+    if func is _aten.repeat_interleave.Tensor:
+        n = int(real[id(args[0])].sum()) if id(args[0]) in real else args[0].shape[0]
+        return torch.empty(n, dtype=torch.int64, device="meta")
+    if func is _aten.nonzero.default:
+        return torch.empty((args[0].numel(), args[0].ndim), dtype=torch.int64, device="meta")
+    if func is _aten.index_add_.default or func is _aten.index_add.default:
+        return args[0] if func is _aten.index_add_.default else torch.empty_like(args[0])
+    if func.overloadpacket.__name__ == "_grouped_mm":
+        half = tuple(a.bfloat16() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+        return func(*half, **{k: v for k, v in kwargs.items() if k != "out_dtype"}).to(args[0].dtype)
+    try:
+        return func(*args, **kwargs)
+    except (NotImplementedError, RuntimeError) as e:
+        if "meta" not in str(e).lower() and "Meta" not in str(e):
+            raise
+        return _run_on_zeros(func, args, kwargs)
+
+
+def _mask_to_index(index: list[Tensor | None], real: dict[int, Tensor]) -> list[Tensor | None]:
+    out: list[Tensor | None] = []
+    for x in index:
+        if x is not None and x.dtype in (torch.bool, torch.uint8):
+            content = real.get(id(x))
+            if content is None:
+                content = torch.ones(x.shape, dtype=torch.bool)
+            out += [torch.empty_like(i, device="meta") for i in content.nonzero().unbind(1)]
+        else:
+            out.append(x)
+    return out
+
+
+def _run_on_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """For operations without a meta kernel: the samples are tiny, so run them on zeros and keep the shapes."""
+
+    def real(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return torch.zeros(x.shape, dtype=x.dtype)
+        if isinstance(x, (list, tuple)):
+            return type(x)(real(y) for y in x)
+        return torch.device("cpu") if isinstance(x, torch.device) else x
+
+    def meta(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x.to("meta")
+        return type(x)(meta(y) for y in x) if isinstance(x, (list, tuple)) else x
+
+    with kept_rng():
+        return meta(func(*real(args), **{k: real(v) for k, v in kwargs.items()}))
+
+
+# ---------------------------------------------------------------- torch functions
+
+_METADATA_NAMES = {
+    "size", "dim", "ndimension", "stride", "numel", "nelement", "storage_offset", "is_contiguous", "is_floating_point",
+    "is_complex", "is_signed", "element_size", "get_device", "is_conj", "is_neg", "is_inference", "is_nonzero",
+    "requires_grad_", "__len__", "__hash__", "__repr__", "__format__", "has_names", "is_same_size", "is_coalesced",
+    "_is_view", "is_shared", "is_pinned", "is_tensor", "result_type", "can_cast", "is_set_to", "__dlpack_device__",
+    "register_hook", "retain_grad", "untyped_storage", "storage", "data_ptr", "__deepcopy__", "__reduce_ex__",
+}  # fmt: skip
+_KEPT_PROPERTIES = {"T", "mT", "H", "mH", "real", "imag", "data"}
+
+
+@functools.lru_cache(maxsize=None)
+def is_metadata(func: Any) -> bool:
+    """Whether a torch function only reads a tensor's shape, dtype and the like."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        return owner not in _KEPT_PROPERTIES or name != "__get__"
+    return name in _METADATA_NAMES
+
+
+@functools.cache
+def opened(func: Any) -> Any | None:
+    """A torch function whose Python body is to be seen through: the same body, without its own dispatch check.
+
+    ``F.multi_head_attention_forward`` holds views with absolute sizes, which a rank must be able to change.
+    """
+    if func is not F.multi_head_attention_forward:
+        return None
+    never = {n: (lambda *a, **k: False) for n in func.__globals__ if n.startswith("has_torch_function")}
+    return types.FunctionType(
+        func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__
+    ) if func.__kwdefaults__ is None else _with_kwdefaults(func, never)
+
+
+def _with_kwdefaults(func: Any, never: dict[str, Any]) -> Any:
+    clone = types.FunctionType(
+        func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__
+    )
+    clone.__kwdefaults__ = func.__kwdefaults__
+    return clone
+
+
+# ---------------------------------------------------------------- places in the user's code
+
+_MODULE_FILE = nn.modules.module.__file__
+_BOUNDARY = {"_call_impl", "_wrapped_call_impl", "inner"}
+_OWN_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_TORCH_OVERRIDES = torch.overrides.__file__
+
+
+def is_boundary(code: types.CodeType) -> bool:
+    """Whether a frame is where ``nn.Module.__call__`` runs a forward."""
+    return code.co_name in _BOUNDARY and code.co_filename == _MODULE_FILE
+
+
+def _is_own(code: types.CodeType) -> bool:
+    return code.co_filename.startswith(_OWN_DIR) or code.co_filename == _TORCH_OVERRIDES
+
+
+def call_site(depth: int = 2, base: types.FrameType | None = None) -> tuple[Any, ...] | None:
+    """Where in the running module's code a torch function was called: (code, instruction) from the inside out.
+
+    With ``base``, the frame that runs the forward in question, None for calls that another module's forward makes.
+    """
+    frame: types.FrameType | None = sys._getframe(depth)
+    chain = []
+    while frame is not None:
+        code = frame.f_code
+        if is_boundary(code):
+            if base is not None and frame is not base:
+                return None
+            break
+        if not _is_own(code):
+            chain.append((code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(chain)
+
+
+def describe_site(site: tuple[Any, ...]) -> str:
+    """``file.py:123`` of the innermost place that is not torch's own."""
+    for code, lasti in site:
+        if not isinstance(code, types.CodeType):
+            break
+        lines = [line for start, stop, line in code.co_lines() if start <= lasti < stop and line]
+        line = lines[0] if lines else code.co_firstlineno
+        return f"{os.path.basename(code.co_filename)}:{line}"
+    return "torch"
+
+
+# ---------------------------------------------------------------- switches
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Attention by its matrix products, and torch's fused inference path for encoder layers off."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextmanager
+def kept_rng() -> Iterator[None]:
+    """Whatever is drawn inside leaves the CPU generator as it was."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+_RANDOM_NAMES = {
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout",
+    "scaled_dot_product_attention", "rrelu", "rrelu_", "dropout_", "bernoulli", "bernoulli_", "gumbel_softmax",
+    "fractional_max_pool2d", "fractional_max_pool3d",
+}  # fmt: skip
+
+
+def may_be_random(func: Any) -> bool:
+    """Whether a torch function draws numbers under some of its arguments (dropout in training)."""
+    return getattr(func, "__name__", "") in _RANDOM_NAMES
+
+CONTENT_FREE = {torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, Tensor.new_zeros, Tensor.new_ones}
+
+
+@contextmanager
+def no_modes() -> Iterator[None]:
+    """Run plain tensors without the recording modes seeing them."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether something is a DTensor."""
+    return isinstance(x, torch.distributed.tensor.DTensor)
+
+
+def embedding_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an embedding look-up by name, whichever of torch's two spellings was called."""
+    names = ["ids", "weight", "padding_idx"] if func is F.embedding else ["weight", "ids", "padding_idx"]
+    given = dict(zip(names, args, strict=False))
+    for theirs, ours in (("input", "ids"), ("indices", "ids"), ("weight", "weight"), ("padding_idx", "padding_idx")):
+        if theirs in kwargs:
+            given[ours] = kwargs[theirs]
+    padding = given.get("padding_idx")
+    given["padding_idx"] = None if padding is None or padding < 0 else padding
+    return given
+
+
+def move_attachments(old: Tensor, new: Tensor) -> None:
+    """Carry what users attach to a parameter (attributes, gradient hooks) over to its replacement."""
+    for k, v in vars(old).items():
+        setattr(new, k, v)
+    for hook in (old._backward_hooks or {}).values():
+        new.register_hook(hook)
+    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+        new.register_post_accumulate_grad_hook(hook)

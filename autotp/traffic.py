@@ -1,0 +1,52 @@
+"""The communication of one step, from the programs: who calls what, forward and backward, and how many bytes."""
+
+from __future__ import annotations
+
+import math
+
+from autotp.analysis import Analysis
+from autotp.hoisting import ModuleProgram
+from autotp.plan_types import Collective
+from autotp.trees import Ref
+
+
+def collectives_of(analysis: Analysis, programs: dict[str, ModuleProgram]) -> tuple[Collective, ...]:
+    """All collectives of one forward and backward on the sample, forward ones first, each in the order of the run."""
+    trace = analysis.trace
+    forward: list[Collective] = []
+    backward: list[Collective] = []
+    entered: set[int] = set()
+    edge = {
+        (m.index, tid): m.path
+        for m in trace.modules
+        for path, tid in m.inputs.items()
+        if m.path in programs and path in programs[m.path].inputs
+    }
+    for c in trace.calls:
+        where = trace.module_path(c) if c.module >= 0 else ""
+        edit = analysis.edits[c.index]
+        for i, e in edit.operands.items():
+            tid = c.leaves[i].tid
+            if e.gather:
+                forward.append(_one(analysis, where, "all_gather", "forward", tid))
+            if e.enter and (trace.tensors[tid].parameter or tid not in entered):
+                entered.add(tid)
+                backward.append(_one(analysis, _place(trace, edge, c.module, tid) or where, "all_reduce", "backward", tid))
+        for i, r in edit.results.items():
+            if isinstance(c.outs[i], Ref):
+                kind = "all_reduce" if r.leave else "all_gather"
+                forward.append(_one(analysis, where, kind, "forward", c.outs[i].tid))
+    return (*forward, *backward)
+
+
+def _place(trace, edge, module: int, tid: int) -> str | None:  # type: ignore[no-untyped-def]
+    while module >= 0:
+        if (module, tid) in edge:
+            return str(edge[module, tid])
+        module = trace.modules[module].parent
+    return None
+
+
+def _one(analysis: Analysis, where: str, kind: str, when: str, tid: int) -> Collective:
+    info = analysis.trace.tensors[tid]
+    return Collective(module=where, kind=kind, when=when, bytes=math.prod(info.shape) * info.dtype.itemsize)
