@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp import comparing, structures
@@ -122,7 +123,8 @@ def run(model: nn.Module, inputs: Inputs, settings: Settings, *, backward: bool 
         output = model(*args, **kwargs)
         loss = structures.weighted_sum(output) if backward else None
         if loss is not None and loss.requires_grad:
-            loss.backward()
+            # By the edge, because `loss.backward()` would switch the mode off, also for what checkpoints recompute.
+            torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))
     return Run(outputs=dict(structures.named_tensors(output)), kind=type(output), leaves=leaves)
 
 
