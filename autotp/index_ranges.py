@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from .errors import AutotpError
 
@@ -31,15 +32,16 @@ class Layout:
 
     dim: int
     pieces: Pieces
+    repeats: bool = False  # a rank may hold an index twice (FSDP over ranks that hold copies)
 
     def __post_init__(self) -> None:
         if self.dim < 0:
             raise LayoutError(f"layout dim must be 0 or more, got {self.dim}: normalise it first")
         if not self.pieces:
             raise LayoutError("a layout needs the ranges of at least one rank")
-        pieces = tuple(_shortest(rank, ranges) for rank, ranges in enumerate(self.pieces))
+        pieces = tuple(shortest(rank, ranges, self.repeats) for rank, ranges in enumerate(self.pieces))
         object.__setattr__(self, "pieces", pieces)
-        if len(pieces) == 1 and len(pieces[0]) > 1:
+        if len(pieces) == 1 and len(pieces[0]) > 1:  # torch skips redistribution on one rank
             raise LayoutError(f"one rank holds everything in order, not as {pieces[0]}")
         held = sorted({piece for ranges in pieces for piece in ranges})
         end = 0
@@ -58,7 +60,7 @@ class Layout:
         """Contiguous blocks as torch.chunk cuts them (the last ranks may hold less)."""
         block = -(-size // ranks)
         bounds = [min(rank * block, size) for rank in range(ranks + 1)]
-        return cls(dim, tuple((bound,) for bound in zip(bounds, bounds[1:], strict=False)))
+        return cls(dim, tuple((bound,) for bound in pairwise(bounds)))
 
     @property
     def num_ranks(self) -> int:
@@ -92,7 +94,7 @@ class Layout:
         return f"dim {self.dim}: " + " | ".join(ranks)
 
 
-def _shortest(rank: int, ranges: Sequence[Range]) -> tuple[Range, ...]:
+def shortest(rank: int, ranges: Sequence[Range], repeats: bool = False) -> tuple[Range, ...]:
     """Drop empty ranges and join neighbours; refuse what is not a set of indices."""
     joined: list[Range] = []
     for start, stop in ranges:
@@ -105,8 +107,8 @@ def _shortest(rank: int, ranges: Sequence[Range]) -> tuple[Range, ...]:
             joined[-1] = (joined[-1][0], stop)
         else:
             joined.append((start, stop))
-    for (_, stop), (start, _) in zip(ordered := sorted(joined), ordered[1:], strict=False):
-        if start < stop:
+    for (_, stop), (start, _) in pairwise(sorted(joined)):
+        if start < stop and not repeats:
             raise LayoutError(f"rank {rank} holds index {start} twice: {tuple(joined)}")
     return tuple(joined)
 

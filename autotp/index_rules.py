@@ -87,7 +87,7 @@ def _base_name(schema_op: Any) -> str:
 
 def _is_pointwise(op: Any) -> bool:
     name = _base_name(op)
-    if name in _NOT_POINTWISE:
+    if name in _NOT_POINTWISE or torch.Tag.nondeterministic_seeded in op.tags:
         return False
     listed = name in _SAME_LAYOUT or name.startswith(_SAME_LAYOUT_PREFIXES)
     return listed or torch.Tag.pointwise in op.tags
@@ -114,7 +114,7 @@ def _check_operands(schema: OpSchema) -> None:
 
 def _pointwise(schema: OpSchema, stock: Propagate) -> OutputSharding:
     """Elements do not meet, so a stand-in `Replicate` makes stock rules leave them alone."""
-    standins = _StandIns(standin=lambda _: Replicate(), keeps=lambda _: True)
+    standins = _StandIns(as_cut=lambda _: False, keeps=lambda _: True)
     answer = stock(standins.put(schema))
     lists = [a for a in schema.args_schema if isinstance(a, (list, tuple)) and _specs(a)]
     single = next((s for s in _all_specs(schema) if _indexed(s)), None)
@@ -135,10 +135,7 @@ def _restore_output(standins: _StandIns, output: Any, sources: Any) -> Any:
         return type(output)(_restore_output(standins, part, sources) for part in output)
     if len(sources) != len(output):
         sources = [sources[0]] * len(output)
-    return type(output)(
-        _restore_output(standins, spec, [source])
-        for spec, source in zip(output, sources, strict=True)
-    )
+    return type(output)(_restore_output(standins, spec, [source]) for spec, source in zip(output, sources, strict=True))
 
 
 # -- reductions over a whole tensor --
@@ -159,19 +156,20 @@ def _reduce(schema: OpSchema, stock: Propagate) -> OutputSharding:
     To count a copy once a rank would have to skip a part of its tensor, for which DTensor has
     no hook (tensors with copies are key/value projections: small); and nothing has no maximum.
     """
-
-    def standin(placement: Any) -> Placement:
-        return Shard(placement.dim) if placement.layout.is_partition else Replicate()
-
-    standins = _StandIns(standin=standin, keeps=lambda p: p.layout.is_partition)
+    standins = _StandIns(as_cut=_is_partition, keeps=_is_partition)
     seen = standins.put(schema)
     answer = stock(seen)
-    target = answer.redistribute_schema if answer.needs_redistribute else None
-    target = standins.take_back(schema, target or seen)
+    if answer.needs_redistribute:  # stock rules want to move parts: only whole tensors may move
+        standins = _StandIns(as_cut=lambda _: False, keeps=lambda _: False)
+        seen = standins.put(schema)
+        answer = stock(seen)
+    target = standins.take_back(schema, (answer.needs_redistribute and answer.redistribute_schema) or seen)
     changed = target.args_schema != schema.args_schema
-    return replace(
-        answer, needs_redistribute=changed, redistribute_schema=target if changed else None
-    )
+    return replace(answer, needs_redistribute=changed, redistribute_schema=target if changed else None)
+
+
+def _is_partition(spec: DTensorSpec) -> bool:
+    return all(p.layout.is_partition for p in spec.placements if _is_indexed(p))  # type: ignore[attr-defined]
 
 
 # -- stand-ins --
@@ -179,10 +177,20 @@ def _reduce(schema: OpSchema, stock: Propagate) -> OutputSharding:
 
 @dataclass(frozen=True, kw_only=True)
 class _StandIns:
-    """Swaps every IndexShard for a stock placement, and back where `keeps` says so."""
+    """Swaps every IndexShard for a stock placement, and back.
 
-    standin: Callable[[Any], Placement]
-    keeps: Callable[[Any], bool]
+    In specs that are `as_cut` it looks like `Shard(dim)`, in others like `Replicate`. Where
+    stock rules kept a stand-in, it stands for the real placement in specs that it `keeps`.
+    """
+
+    as_cut: Callable[[DTensorSpec], bool]
+    keeps: Callable[[DTensorSpec], bool]
+
+    def standin(self, placement: Placement, spec: DTensorSpec) -> Placement:
+        """What stock rules see in the place of `placement`."""
+        if not _is_indexed(placement):
+            return placement
+        return Shard(placement.dim) if self.as_cut(spec) else Replicate()  # type: ignore[attr-defined]
 
     def put(self, schema: OpSchema) -> OpSchema:
         """The schema as stock rules may see it."""
@@ -190,18 +198,17 @@ class _StandIns:
         def swap(spec: DTensorSpec) -> DTensorSpec:
             if not _indexed(spec):
                 return spec
-            placements = tuple(self.standin(p) if _is_indexed(p) else p for p in spec.placements)
+            placements = tuple(self.standin(p, spec) for p in spec.placements)
             return DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
 
-        args, kwargs = tree_map_only(
-            DTensorSpec, swap, (schema.args_schema, schema.kwargs_schema)
-        )
+        args, kwargs = tree_map_only(DTensorSpec, swap, (schema.args_schema, schema.kwargs_schema))
         return OpSchema(schema.op, args, kwargs, schema.schema_info)
 
     def restore(self, seen: DTensorSpec, source: DTensorSpec) -> DTensorSpec:
         """`seen` with the index lists of `source` wherever stock rules kept the stand-in."""
+        keeps = self.keeps(source)
         placements = tuple(
-            old if _is_indexed(old) and self.keeps(old) and now == self.standin(old) else now
+            old if keeps and now == self.standin(old, source) else now
             for old, now in zip(source.placements, seen.placements, strict=True)
         )
         return DTensorSpec(seen.mesh, placements, tensor_meta=seen.tensor_meta)

@@ -9,7 +9,7 @@ known to be right.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,27 +27,27 @@ class IndexShard(StridedShard):
     """Dim `layout.dim` is dealt out over one mesh axis by lists of index ranges."""
 
     layout: Layout
+    cut: Layout  # the tensor-parallel layout; differs from `layout` where FSDP cuts the same dim
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, *, cut: Layout | None = None) -> None:
         super().__init__(layout.dim, split_factor=_POISON)
         self.layout = layout
-        self._hash = hash(layout)
+        self.cut = cut or layout
+        self.has_copies = layout.has_copies
+        self._hash = hash((type(self), self.layout, self.cut))
         index_rules.install(IndexShard)
         index_checkpoint.install(IndexShard)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, IndexShard) and self.layout == other.layout
+        return type(self) is type(other) and (self.layout, self.cut) == (other.layout, other.cut)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
         return placement_for, (self.layout,)
-
-    def __copy__(self) -> IndexShard:
-        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IndexShard:
         return self
@@ -97,7 +97,7 @@ class IndexShard(StridedShard):
     def _to_replicate_tensor(
         self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Any
     ) -> torch.Tensor:
-        self._check(mesh.size(mesh_dim), current_logical_shape[self.dim], "full tensor")
+        self._check(mesh.size(mesh_dim), self._logical_size(current_logical_shape), "full tensor")
         own, expected = local_tensor.size(self.dim), self._own_size(mesh, mesh_dim)
         if own != expected:
             raise LayoutError(
@@ -133,6 +133,9 @@ class IndexShard(StridedShard):
     def _to_new_shard_dim(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise LayoutError(f"{self!r} cannot move to another dim directly: go through Replicate")
 
+    def _logical_size(self, logical_shape: Any) -> int:
+        return int(logical_shape[self.dim])
+
     @property
     def _longest(self) -> int:
         return max(local_size(self.layout, rank) for rank in range(self.layout.num_ranks))
@@ -151,7 +154,7 @@ class IndexShard(StridedShard):
             raise LayoutError(f"{self!r} covers {layout.size} indices, the {what} has {size}")
 
 
-@lru_cache(maxsize=None)
+@cache
 def placement_for(layout: Layout, size: int | None = None) -> Placement:
     """`Shard(dim)` where torch.chunk cuts the dim exactly like this, else an `IndexShard`.
 
@@ -182,7 +185,7 @@ def _pad(tensor: torch.Tensor, dim: int, amount: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros(shape)], dim=dim)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _positions(layout: Layout, device: torch.device) -> torch.Tensor:
     """Where in the padded, gathered tensor each global index is (its first copy)."""
     longest = max(local_size(layout, rank) for rank in range(layout.num_ranks))

@@ -10,19 +10,20 @@ gradients, because each rank has computed a part of it; the copies then stay equ
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from .index_fsdp import follow_fsdp
 from .index_ranges import Layout, LayoutError, indices, local_size
 from .index_shard import IndexShard, local_slice, placement_for
 from .torch_compat import (
     DTensorSpec,
     TensorMeta,
-    all_reduce,
     dtensor_spec,
     local_of,
     wrap_local,
@@ -33,6 +34,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "distribute",
+    "follow_fsdp",
     "indices",
     "layout_of",
     "load_full_",
@@ -78,7 +80,7 @@ def layout_of(dtensor: DTensor) -> Layout | None:
     spec = dtensor_spec(dtensor)
     placement = spec.placements[-1]
     if isinstance(placement, IndexShard):
-        return placement.layout
+        return placement.cut
     if placement.is_shard():
         dim: int = placement.dim  # type: ignore[attr-defined]
         return Layout.even(dim, spec.shape[dim], spec.mesh.size(-1))
@@ -87,15 +89,13 @@ def layout_of(dtensor: DTensor) -> Layout | None:
 
 @torch.no_grad()
 def load_full_(dtensor: DTensor, full: torch.Tensor) -> None:
-    """Overwrite a DTensor on a 1-D mesh with this rank's part of the full tensor."""
+    """Overwrite a DTensor with this rank's part of `full`, which every rank has. No communication."""
     spec = dtensor_spec(dtensor)
     if full.shape != spec.shape:
-        raise LayoutError(f"expected shape {tuple(spec.shape)}, got {tuple(full.shape)}")
-    if spec.mesh.ndim != 1:
-        raise LayoutError(f"load_full_ needs a DTensor on a 1-D mesh, this one is on {spec.mesh}")
-    layout = layout_of(dtensor)
-    part = full if layout is None else local_slice(full, layout, spec.mesh.get_local_rank())
-    local_of(dtensor).copy_(part)
+        raise LayoutError(f"expected a tensor of shape {tuple(spec.shape)}, got {tuple(full.shape)}")
+    meta = TensorMeta(full.shape, full.stride(), full.dtype)
+    whole = wrap_local(full.detach(), DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, tensor_meta=meta))
+    local_of(dtensor).copy_(local_of(whole.redistribute(placements=spec.placements)))
 
 
 def to_local(dtensor: DTensor) -> torch.Tensor:
@@ -105,10 +105,13 @@ def to_local(dtensor: DTensor) -> torch.Tensor:
     summed over the ranks that hold them.
     """
     if not (dtensor.requires_grad and torch.is_grad_enabled()):
-        return local_of(dtensor)
-    local: torch.Tensor = _ToLocal.apply(dtensor)
+        return dtensor._local_tensor
+    if torch.compiler.is_compiling():  # the compiler knows DTensor's own
+        local: torch.Tensor = dtensor.to_local()
+    else:
+        local = _ToLocal.apply(dtensor)
     placement = dtensor._spec.placements[-1]
-    if type(placement) is IndexShard and placement.layout.has_copies:
+    if type(placement) is IndexShard and placement.has_copies:
         local = _SumCopies.apply(local, placement.layout, dtensor._spec.mesh)
     return local
 
@@ -125,17 +128,13 @@ class _ToLocal(torch.autograd.Function):
         return local.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
         spec = ctx.spec
         if torch.is_grad_enabled():  # create_graph: stay differentiable
-            return DTensor.from_local(
-                grad, spec.mesh, spec.placements, shape=spec.shape, stride=spec.stride
-            )
+            return DTensor.from_local(grad, spec.mesh, spec.placements, shape=spec.shape, stride=spec.stride)
         if grad.stride() != ctx.stride:
             # The spec promises the parameter's memory order; fused optimizers rely on it.
-            grad = torch.empty_strided(
-                grad.shape, ctx.stride, dtype=grad.dtype, device=grad.device
-            ).copy_(grad)
+            grad = torch.empty_strided(grad.shape, ctx.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
         return wrap_local(grad, spec)
 
 
@@ -157,15 +156,13 @@ class _SumCopies(torch.autograd.Function):
         shape[layout.dim] = slots
         shared = grad.new_zeros(shape)
         shared.index_copy_(layout.dim, there, grad.index_select(layout.dim, here))
-        shared = all_reduce(shared, mesh, axis)
+        dist.all_reduce(shared, group=mesh.get_group(axis))
         own = shared.index_select(layout.dim, there)
         return grad.index_copy(layout.dim, here, own), None, None
 
 
-@lru_cache(maxsize=None)
-def _copies(
-    layout: Layout, rank: int, device: torch.device
-) -> tuple[int, torch.Tensor, torch.Tensor]:
+@cache
+def _copies(layout: Layout, rank: int, device: torch.device) -> tuple[int, torch.Tensor, torch.Tensor]:
     """Number of indices with copies, and for this rank's: local position and slot."""
     holders: dict[int, int] = {}
     for other in range(layout.num_ranks):

@@ -90,7 +90,9 @@ def parse_mesh(text: str | int) -> MeshAxes:
     for part in text.split(","):
         name, equals, size = (piece.strip() for piece in part.partition("="))
         if not (name and equals and size.isascii() and size.isdigit()):
-            raise MeshError(f"cannot read {part.strip()!r} in mesh {text!r}: write axes as name=size, as in 'tp=8,dp=4'")
+            raise MeshError(
+                f"cannot read {part.strip()!r} in mesh {text!r}: write axes as name=size, as in 'tp=8,dp=4'"
+            )
         axes.append((name, int(size)))
     return _assign(axes)
 

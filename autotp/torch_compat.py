@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives as _funcol
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 
 # ---- layouts: specs, placements and the propagation of placements through operations ----
@@ -28,9 +29,10 @@ __all__ = [
     "StridedShard",
     "TensorMeta",
     "all_gather",
-    "all_reduce",
     "chunk_of_spec",
     "dtensor_spec",
+    "fsdp_params",
+    "set_fsdp_spec",
     "guard_checkpoints",
     "guard_propagation",
     "local_of",
@@ -52,7 +54,7 @@ def dtensor_spec(dtensor: DTensor) -> DTensorSpec:
 
 def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor around `local` as it is: no check, no communication, no autograd."""
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+    return DTensor(local, spec, requires_grad=False)
 
 
 _gather_op = getattr(_funcol, "all_gather_single", None) or _funcol.all_gather_tensor
@@ -62,11 +64,6 @@ def all_gather(local: torch.Tensor, dim: int, mesh: DeviceMesh, axis: int) -> to
     """Equal-sized locals of one mesh axis, concatenated along `dim` in rank order."""
     gathered = _gather_op(local.contiguous(), gather_dim=dim, group=(mesh, axis))
     return _funcol.wait_tensor(gathered)
-
-
-def all_reduce(local: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
-    """Sum over one mesh axis, as a new tensor."""
-    return _funcol.wait_tensor(_funcol.all_reduce(local, "sum", group=(mesh, axis)))
 
 
 def guard_propagation(
@@ -84,8 +81,8 @@ def guard_propagation(
     def propagate(schema: OpSchema) -> OutputSharding:
         return rule(schema, stock) if concerns(schema) else stock(schema)
 
-    propagator.propagate_op_sharding_non_cached = propagate  # type: ignore[method-assign]
-    propagator.propagate_op_sharding = LocalLRUCache(propagate)  # type: ignore[assignment]
+    propagator.propagate_op_sharding_non_cached = propagate  # type: ignore[method-assign, assignment]
+    propagator.propagate_op_sharding = LocalLRUCache(propagate)
 
 
 def chunk_of_spec(
@@ -118,6 +115,30 @@ def guard_checkpoints(
     def get_tensor_shard(self: DTensor, index: Any) -> Any:
         return shard_at(self, index) if concerns(self) else stock_shard(self, index)
 
-    DTensor.__create_write_items__ = create_write_items  # type: ignore[method-assign]
+    DTensor.__create_write_items__ = create_write_items  # type: ignore[method-assign, assignment]
     DTensor.__create_chunk_list__ = create_chunk_list  # type: ignore[method-assign]
     DTensor.__get_tensor_shard__ = get_tensor_shard  # type: ignore[method-assign]
+
+
+# ---- FSDP2: the parameters it manages ----
+
+
+def fsdp_params(module: torch.nn.Module) -> list[Any]:
+    """torch's FSDPParam objects of every `fully_shard`ed module inside `module`."""
+    found: list[Any] = []
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            state = child._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:
+                groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+            found += [param for group in groups for param in group.fsdp_params]
+    return found
+
+
+def set_fsdp_spec(fsdp_param: Any, placements: tuple[Placement, ...]) -> None:
+    """Describe a sharded parameter (and the gradients FSDP will make for it) by other placements."""
+    old = fsdp_param._sharding_spec
+    spec = DTensorSpec(old.mesh, placements, tensor_meta=old.tensor_meta)
+    fsdp_param._sharding_spec = spec
+    fsdp_param.sharded_param._spec = spec
