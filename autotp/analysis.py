@@ -56,8 +56,7 @@ class Search:
         ops = self.trace.ops
         self.producer = {t: op for op in reversed(ops) for t in op.outs if t >= 0}
         self.readers = Counter(t for op in ops for t in dict.fromkeys(op.ins))
-        written = {t for op in ops for t in op.writes}
-        self.results = {x.tid for c in self.trace.calls for x in c.outs if isinstance(x, Ref)} - written
+        self.results = {x.tid for c in self.trace.calls for x in c.outs if isinstance(x, Ref)}
         self.results &= set(self.producer)
 
     def run(self) -> Analysis:

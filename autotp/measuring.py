@@ -29,12 +29,16 @@ SEED = 20240
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to measure: `promote` keeps float64 all the way, `dropout=False` takes dropout out."""
+    """How to measure: `promote` keeps float64 all the way, `dropout=False` takes dropout out.
+
+    `obstacle` is what came in the way of promotion, if it was asked for and could not be had.
+    """
 
     dtype: torch.dtype = torch.float64
     promote: bool = True
     backward: bool = True
     dropout: bool = False
+    obstacle: str = ""
 
     def mode(self) -> AbstractContextManager[Any]:
         """The mode that both runs and the planning happen in; none if there is nothing for it to do."""
@@ -139,11 +143,11 @@ def reference_run(model: nn.Module, inputs: Inputs, settings: Settings) -> tuple
         twin = widen_model(copy.deepcopy(model), settings.dtype)
         return twin, run(twin, inputs, settings), settings
     except Exception as error:
+        text = f"{type(error).__name__}: {error}"
         if not settings.promote:
-            raise VerifyError(
-                f"the model itself does not run on this sample: {type(error).__name__}: {error}"
-            ) from error
-    return reference_run(model, inputs, replace(settings, dtype=torch.float32, promote=False))
+            raise VerifyError(f"the unsharded model does not run on this sample: {text}") from error
+    lower = replace(settings, dtype=torch.float32, promote=False, obstacle=text.splitlines()[0])
+    return reference_run(model, inputs, lower)
 
 
 def measure(

@@ -81,6 +81,7 @@ class Lowering:
 
     def __init__(self, own: Ownership, dealing: Dealing) -> None:
         self.own, self.dealing, self.trace = own, dealing, own.trace
+        self.written = {self.trace.tensors[t].storage for op in self.trace.ops for t in op.writes}
         self.producer = {t: i for i, op in enumerate(self.trace.ops) for t in op.outs if t >= 0 and t not in op.writes}
 
     def edits(self) -> dict[int, CallEdit]:
@@ -110,6 +111,7 @@ class Lowering:
             for leaf in leaf_of[tid]:
                 edit.operands[leaf] = next(iter(conversions))
         self._results(call, edit)
+        self._check_aliases(call, edit)
         edit.rows = self._rows(call)
         edit.random = self._random(call)
         return edit
@@ -233,6 +235,16 @@ class Lowering:
             elif x.tid in self.own.gathered:
                 sets = self.dealing.of_owners(self.own.gathered[x.tid], x.tid)
                 edit.results[i] = ResultEdit(gather=_cuts(sets))
+
+    def _check_aliases(self, call: Call, edit: CallEdit) -> None:
+        """An edit makes a new tensor; where a write should have reached the old one, it must not be made."""
+        tensors = self.trace.tensors
+        changed = {tensors[call.leaves[i].tid].storage for i, e in edit.operands.items() if e.gather or e.slice or e.once}
+        made = {tensors[x.tid].storage for x in call.outs if isinstance(x, Ref)}
+        views = {tensors[t].storage for i in range(call.start, call.stop) for t in self.trace.ops[i].ins} & made
+        edited = {tensors[call.outs[i].tid].storage for i in edit.results}
+        if ((changed & made) | (edited & views)) & self.written:
+            raise CannotEdit(call.index, f"{call.name} gives a view that is written into")
 
     def _scale(self, mean_of: int) -> tuple[float, ...]:
         if mean_of < 0:

@@ -27,6 +27,15 @@ def is_random(func: Any) -> bool:
 
 
 @functools.cache
+def functional(func: Any) -> Any:
+    """The out-of-place form of an in-place aten operation (``relu_`` -> ``relu``); others as they are."""
+    name = func.overloadpacket.__name__
+    packet = getattr(_aten, name[:-1], None) if name.endswith("_") and not name.endswith("__") else None
+    overload = getattr(packet, func._overloadname, None) if packet is not None else None
+    return func if overload is None else overload
+
+
+@functools.cache
 def is_pointwise(func: Any) -> bool:
     """Whether torch tags an aten operation as elementwise (with broadcasting)."""
     return torch.Tag.pointwise in getattr(func, "tags", ())

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from autotp.measuring import Figures, Inputs, Settings
+    from autotp.measuring import Figures, Inputs
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -178,7 +178,7 @@ def _report(payload: dict[str, Any], mesh: DeviceMesh) -> Report:
     inputs = _inputs(payload["model"], payload["sample"])
     apply = functools.partial(_apply, options=payload["options"])
     figures = measure(payload["model"], inputs, mesh, apply, settings)
-    return _as_report(figures, payload["name"], _tp_size(mesh), settings)
+    return _as_report(figures, payload["name"], _tp_size(mesh))
 
 
 def _apply(model: nn.Module, mesh: DeviceMesh, inputs: Inputs, *, options: dict[str, Any]) -> nn.Module:
@@ -206,7 +206,7 @@ def _inputs(model: nn.Module, sample: Any) -> Inputs:
     return resolve(model, sample, attempt)
 
 
-def _as_report(figures: Figures, name: str, tp: int, asked: Settings) -> Report:
+def _as_report(figures: Figures, name: str, tp: int) -> Report:
     used = figures.settings
     return Report(
         model=name,
@@ -223,11 +223,11 @@ def _as_report(figures: Figures, name: str, tp: int, asked: Settings) -> Report:
         cut_share=figures.cut_share,
         forward_limit=used.forward_limit,
         gradient_limit=used.gradient_limit,
-        findings=tuple(_findings(figures, asked)),
+        findings=tuple(_findings(figures)),
     )
 
 
-def _findings(figures: Figures, asked: Settings) -> list[Finding]:
+def _findings(figures: Figures) -> list[Finding]:
     used = figures.settings
     found = [Finding(code="TP-DIFFERS", level="error", where="", message=text) for text in figures.problems]
     if not figures.ranks_agree:
@@ -236,8 +236,9 @@ def _findings(figures: Figures, asked: Settings) -> list[Finding]:
     if figures.optimizer_error > used.gradient_limit:
         text = f"parameters or outputs after one AdamW step are off by {figures.optimizer_error:.1e}"
         found.append(Finding(code="TP-STEP", level="error", where="", message=text))
-    if asked.promote and not used.promote:
-        text = "the model does not run in float64 all the way: compared in float32, with limits of 1e-5 and 1e-4"
+    if used.obstacle:
+        limits = f"with limits of {used.forward_limit:.0e} and {used.gradient_limit:.0e}"
+        text = f"compared in float32, {limits}, because the model does not run in float64: {used.obstacle}"
         found.append(Finding(code="TP-FLOAT32", level="warning", where="", message=text))
     found += [Finding(code="TP-VERIFY", level="note", where="", message=text) for text in figures.notes]
     return found

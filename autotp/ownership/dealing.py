@@ -39,9 +39,10 @@ class Dealing:
             base, n = own.base[tid, dim], own.shape(tid)[dim]
             roots = nodes.find(np.arange(base, base + n))
             members.append(roots[np.sort(np.unique(roots, return_index=True)[1])])
-        for family in _families(members):
-            groups = list(dict.fromkeys(int(g) for m in family for g in members[m]))
-            rank_of[groups] = deal(len(groups), self.tp)
+        # small ones first: a tensor joined from several cut ones is balanced if each of them is
+        for groups in sorted(members, key=len):
+            undealt = groups[rank_of[groups] < 0]
+            rank_of[undealt] = deal(len(undealt), self.tp)
         return rank_of
 
     def ranks(self, o: Tensor) -> np.ndarray:
@@ -53,7 +54,7 @@ class Dealing:
         """The cut dims of a tensor and who holds which indices of them; empty for a whole tensor."""
         if tid not in self._sets:
             o = self.own.owners(tid)
-            self._sets[tid] = {} if o is None else self.of_owners(o, tid)
+            self._sets[tid] = {} if o is None or o.numel() == 0 else self.of_owners(o, tid)
         return self._sets[tid]
 
     def of_owners(self, o: Tensor, tid: int) -> Sets:
@@ -93,27 +94,6 @@ def deal(groups: int, tp: int) -> list[int]:
     if share * (tp - 1) < groups:
         return [g // share for g in range(groups)]
     return [r for r in range(tp) for _ in range(groups // tp + (r < groups % tp))]
-
-
-def _families(members: list[np.ndarray]) -> list[list[int]]:
-    """Cut dims that share groups, directly or through others."""
-    first: dict[int, int] = {}
-    parent = list(range(len(members)))
-
-    def find(i: int) -> int:
-        while parent[i] != i:
-            i = parent[i]
-        return i
-
-    for i, groups in enumerate(members):
-        for g in groups.tolist():
-            j = find(first.setdefault(g, i))
-            k = find(i)
-            parent[max(j, k)] = min(j, k)
-    out: dict[int, list[int]] = {}
-    for i in range(len(members)):
-        out.setdefault(find(i), []).append(i)
-    return list(out.values())
 
 
 __all__ = ["Dealing", "NotARectangle", "Sets", "deal", "local_shape", "torch", "varies"]

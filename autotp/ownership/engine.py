@@ -147,14 +147,29 @@ class Ownership:
         settled = self.cut.get(v.param, v.param_dim)
         return forced == v.param_dim and settled == v.param_dim and self.count(v.nodes) >= self.tp
 
-    def settle(self, w: Weights, dim: int) -> Vec | None:
+    def options(self, w: Weights, dim: int) -> list[list[Vec]]:
+        """The ways to cut weights along ``dim`` of the tensor: one vector of every parameter that lies along it.
+
+        A dim that two dims of one parameter were joined into (heads and features per head) can be cut by either.
+        """
+        by_param: dict[int, list[Vec]] = {}
+        for v in w.at(dim):
+            by_param.setdefault(v.param, []).append(v)
+        lists = [[v for v in vecs if self.allowed(v)] for vecs in by_param.values()]
+        if not lists or not all(lists):
+            return []
+        return [[v, *(rest[0] for rest in lists[1:])] for v in lists[0]]
+
+    def settle(self, w: Weights, dim: int, choice: list[Vec] | None = None) -> Vec | None:
         """Cut the weights along ``dim`` of the tensor, if all their parameters allow it; a vector of that dim."""
-        vecs = w.at(dim)
-        if not vecs or not all(self.allowed(v) for v in vecs):
-            return None
-        for v in vecs:
+        if choice is None:
+            options = self.options(w, dim)
+            if not options:
+                return None
+            choice = options[0]
+        for v in choice:
             self.cut[v.param] = v.param_dim
-        return vecs[0]
+        return choice[0]
 
     def role(self, w: Weights, dim: int, role: str) -> None:
         """Remember what a dim of the weights is to the operation that uses them."""
@@ -190,8 +205,11 @@ class Ownership:
             return
         if isinstance(state, Tensor):
             state = Owned(compress(state))
-        if tid in op.writes and state is None and self.trace.tensors[tid].leaf is not None:
-            return
+        if tid in op.writes and state is None:
+            if self.owners(tid) is not None:
+                self.new_gather.setdefault(tid, f"op {op.func} writes into it")
+            if self.trace.tensors[tid].leaf is not None:
+                return
         self.states[tid] = state
 
     # ------------------------------------------------------------ the pass
@@ -255,10 +273,11 @@ def find_rule(op: Op) -> Rule:
     from autotp.ownership import rules  # noqa: F401  (fills the table)
     from autotp.ownership.rules_pointwise import pointwise
 
-    found = RULES.get(op.func.overloadpacket)
+    func = torch_hooks.functional(op.func)
+    found = RULES.get(op.func.overloadpacket) or RULES.get(func.overloadpacket)
     if found is not None:
         return found
-    return pointwise if torch_hooks.is_pointwise(op.func) else no_rule
+    return pointwise if torch_hooks.is_pointwise(func) else no_rule
 
 
 def no_rule(own: Ownership, op: Op) -> None:

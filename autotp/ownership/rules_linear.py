@@ -150,12 +150,9 @@ def _row_or_batch(
         return len(in_sum) == 1 and _row(own, op, x, lx, w, lw, o, in_sum[0])
     shared = [d for d in others if lx[d] in lw]
     for d in shared:
-        dim = lw.index(lx[d])
-        vecs = state.at(dim)
         flat = _only(o, d)
-        if flat is None or not vecs or not own.allowed(vecs[0]) or not own.merge(flat, vecs[0].nodes):
+        if flat is None or not _cut_with(own, state, lw.index(lx[d]), flat):
             return False
-        own.settle(state, dim)
     if not shared:
         own.note(w, "is shared by everything that is cut where it is used, so its gradient is summed over the ranks")
     own.want(x, "own")
@@ -188,16 +185,23 @@ def _relabel(o: Tensor, lx: str, lout: str, shape: tuple[int, ...]) -> Tensor:
 def _row(own: Ownership, op: Op, x: int, lx: str, w: int, lw: str, o: Tensor, d: int) -> bool:
     state = own.states[w]
     assert isinstance(state, Weights)
-    dim = lw.index(lx[d])
-    vecs, flat = state.at(dim), _only(o, d)
-    if flat is None or not vecs or not all(own.allowed(v) for v in vecs) or not own.merge(flat, vecs[0].nodes):
+    flat = _only(o, d)
+    if flat is None or not _cut_with(own, state, lw.index(lx[d]), flat):
         return False
-    own.settle(state, dim)
     own.want(x, "own")
     own.want(w, "own")
     own.partial[op.outs[0]] = -1
     own.put(op, None)
     return True
+
+
+def _cut_with(own: Ownership, w: Weights, dim: int, owners: Tensor) -> bool:
+    """Cut weights along a dim that meets these owners, if some way of cutting it agrees with them."""
+    for choice in own.options(w, dim):
+        if own.merge(owners, choice[0].nodes):
+            own.settle(w, dim, choice)
+            return True
+    return False
 
 
 def _column(own: Ownership, op: Op, x: int, lx: str, w: int, lw: str, lout: str) -> None:
@@ -275,7 +279,7 @@ def convolution(own: Ownership, op: Op) -> None:
 def _grouped(own: Ownership, op: Op, x: int, w: int, transposed: bool, groups: int) -> None:
     state = own.states[w]
     assert isinstance(state, Weights)
-    vecs = state.at(0)
+    vecs = [choice[0] for choice in own.options(state, 0)]
     own.role(state, 0, "out")
     out_shape, channels = own.shape(op.outs[0]), own.shape(x)[1]
     o = own.owners(x)
@@ -283,7 +287,7 @@ def _grouped(own: Ownership, op: Op, x: int, w: int, transposed: bool, groups: i
         o = own.merge_along(o, [d for d in range(o.ndim) if d != 1])
         o = _only(o, 1) if o is not None and varies(o, 1) else None
     nodes = None
-    if vecs and own.allowed(vecs[0]) and groups >= own.tp and len(vecs[0].nodes) % groups == 0:
+    if vecs and groups >= own.tp and len(vecs[0].nodes) % groups == 0:
         per_group = vecs[0].nodes.view(groups, -1)
         joined = own.merge(per_group, per_group[:, :1])
         if joined and o is not None:

@@ -100,11 +100,14 @@ def _would_copy(o: Tensor, shape: tuple[int, ...]) -> bool:
 def cat(own: Ownership, op: Op) -> None:
     """Pieces keep their owners; along the other dims all pieces must be cut alike, whole ones are sliced to match."""
     tensors = [x.tid for x in op.args[0]]
-    tensors = [t for t in tensors if own.shape(t) != (0,)]  # torch lets an empty vector join anything
     stacking = op.func.overloadpacket.__name__ == "stack"
     dim = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)
     out = op.outs[0]
     dim %= len(own.shape(out))
+    empty = [t for t in tensors if own.shape(t) == (0,) or (not stacking and own.shape(t)[dim] == 0)]
+    for t in empty:
+        own.want(t, "own")  # nothing in it, whoever has it
+    tensors = [t for t in tensors if t not in empty]
     if all(isinstance(own.states.get(t), Weights) for t in tensors):
         return _cat_weights(own, op, tensors, dim, stacking)
     pieces = {t: own.owners(t) for t in tensors}

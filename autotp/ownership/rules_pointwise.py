@@ -80,12 +80,10 @@ def _cut_along(own: Ownership, op: Op, tid: int, acc: Tensor) -> None:
 
 def try_cut(own: Ownership, w: Weights, dim: int, shape: tuple[int, ...], acc: Tensor) -> bool:
     """Merge a parameter's nodes along ``dim`` with the owners it meets and settle that cut, if groups remain."""
-    vecs = w.at(dim)
-    if not vecs or not all(own.allowed(v) for v in vecs):
-        return False
-    if not own.merge(acc, own.spread(vecs[0], shape).expand(acc.shape)):
-        return False
-    return own.settle(w, dim) is not None
+    for choice in own.options(w, dim):
+        if own.merge(acc, own.spread(choice[0], shape).expand(acc.shape)):
+            return own.settle(w, dim, choice) is not None
+    return False
 
 
 def _weights_only(own: Ownership, op: Op, tids: list[int]) -> None:
@@ -110,6 +108,7 @@ def agreeing(own: Ownership, vecs: list[Vec]) -> tuple[Vec, ...]:
     kept: list[Vec] = []
     for dim in dict.fromkeys(v.dim for v in vecs):
         here = [v for v in vecs if v.dim == dim]
-        if all(own.merge(here[0].nodes, v.nodes) for v in here[1:]):
+        single = len({v.param for v in here}) == len(here)
+        if len({v.param for v in here}) == 1 or single and all(own.merge(here[0].nodes, v.nodes) for v in here[1:]):
             kept += here
-    return tuple(dict.fromkeys(kept))
+    return tuple(kept)
