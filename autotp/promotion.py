@@ -44,6 +44,8 @@ _DROPOUTS = {
 }
 # Where these take their dropout probability, if not by keyword.
 _DROPOUT_PLACES = {functional.scaled_dot_product_attention: 4, functional.multi_head_attention_forward: 10}
+# By name: the function that arrives here is not the object that `functional` holds.
+_GROUPED = {"grouped_mm", "_grouped_mm"}
 
 
 class Promoted(TorchFunctionMode):
@@ -90,10 +92,29 @@ class Promoted(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _CASTS:
             return args[0].to(_CASTS[func], **kwargs)
+        if getattr(func, "__name__", "") in _GROUPED:
+            return _grouped(*args, **kwargs)
         args = tuple(_widened(value) for value in args)
         kwargs = {name: _widened(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
         return widen(result) if func in _FROM_OUTSIDE else result
+
+
+def _grouped(a: Tensor, b: Tensor, *, offs: Tensor | None = None, **kwargs: Any) -> Tensor:
+    """`grouped_mm`, whose kernels know no float64: product by product; in bfloat16 where there are no values."""
+    if type(a) not in (Tensor, nn.Parameter) or a.is_meta:
+        narrow = functional.grouped_mm(a.bfloat16(), b.bfloat16(), offs=offs, **kwargs)
+        return narrow.to(a.dtype)
+    if offs is None:
+        return a @ b
+    stops = offs.tolist()
+    groups = list(enumerate(zip([0, *stops], stops, strict=False)))
+    if a.dim() == b.dim():
+        return torch.stack([a[:, start:stop] @ b[start:stop] for _, (start, stop) in groups])
+    if a.dim() == 3:
+        return torch.cat([a[i] @ b[:, start:stop] for i, (start, stop) in groups], -1)
+    rest = a.new_zeros(a.shape[0] - stops[-1], b.shape[-1])
+    return torch.cat([*(a[start:stop] @ b[i] for i, (start, stop) in groups), rest])
 
 
 def _widened(value: Any) -> Any:

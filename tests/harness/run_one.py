@@ -67,7 +67,7 @@ def line(entry: dict[str, Any]) -> str:
             f"  step {entry['optimizer_error']:.1e}  spread {entry['spread']:.1e}  cut {entry['cut_share']:.1%}"
             f"  shard {entry['shard_seconds']:.2f}s"
         )
-        text += "" if entry["promoted"] else "  (float32)"
+        text += "" if entry["promoted"] else f"  (float32: {entry['obstacle'][:120]})"
     return text
 
 

@@ -103,6 +103,7 @@ def summary(figures: Figures) -> dict[str, Any]:
         "cut_share": figures.cut_share,
         "problems": figures.problems[:10],
         "notes": figures.notes,
+        "obstacle": figures.settings.obstacle,
         "first_bad": figures.first_bad,
         "wrong_gradients": [f"{name} {error:.2g}" for name, error in worst[:8] if error > limit],
     }

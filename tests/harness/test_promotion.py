@@ -106,3 +106,31 @@ def test_widening_keeps_what_is_shared() -> None:
     assert model.turns is model.same
     assert torch.equal(model.turns, turns.to(torch.complex128))
     assert model.count.dtype is torch.int64
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "offsets"),
+    [
+        ((6, 8), (3, 8, 16), [2, 2, 6]),
+        ((8, 16), (16, 8), [8, 16]),
+        ((2, 8, 8), (8, 16), [8, 16]),
+        ((2, 8, 8), (2, 8, 8), None),
+    ],
+)
+def test_grouped_products_have_float64_too(a: tuple[int, ...], b: tuple[int, ...], offsets: list[int] | None) -> None:
+    left, right = torch.randn(a), torch.randn(b)
+    offs = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
+    if offs is None:
+        expected = left @ right
+    elif len(b) == 3:
+        expected = torch.cat([left[0:2] @ right[0], left[2:6] @ right[2]])
+    elif len(a) == 2:
+        expected = torch.stack([left[:, :8] @ right[:8], left[:, 8:] @ right[8:]])
+    else:
+        expected = torch.cat([left[0] @ right[:, :8], left[1] @ right[:, 8:]], -1)
+    with Promoted():
+        found = F.grouped_mm(left.double(), right.double(), offs=offs)
+        shape = F.grouped_mm(left.double().to("meta"), right.double().to("meta"), offs=offs).shape
+    assert found.dtype is torch.float64
+    assert shape == found.shape
+    assert torch.allclose(found.float(), expected, atol=1e-5)
