@@ -22,10 +22,15 @@ from autotp.ownership.rules_pointwise import pointwise
 from autotp.ownership.state import Owned, Weights
 from autotp.program import CallEdit, CannotEdit, Lowering
 from autotp.proof import Prover, Unproven
+from autotp.repeats import whole_edges
 from autotp.trace import Op, Trace, trace
 from autotp.trees import Ref
 
 MAX_ROUNDS = 400
+
+
+class Refold(Exception):
+    """Skipped blocks do not take and give whole tensors: the model must be traced block by block."""
 
 
 @dataclass
@@ -64,6 +69,8 @@ class Search:
             own = Ownership(self.trace, self.tp, self.choices).run()
             if self._from_rules(own):
                 continue
+            if not whole_edges(self.trace, lambda t: own.owners(t) is not None):
+                raise Refold
             try:
                 dealing = Dealing(own)
                 edits = Lowering(own, dealing).edits()
@@ -220,18 +227,39 @@ Force = Callable[[dict[str, dict[int, str]]], dict[str, int | None]]
 
 
 def analyse(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tp: int, force: Force | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tp: int,
+    force: Force | None = None,
+    record: Trace | None = None,
 ) -> Analysis:
-    """Trace a model and find a proved program for ``tp`` ranks.
+    """Find a proved program for ``tp`` ranks, from a record of the model's run if there is one already.
 
     ``force`` may fix the cut of parameters (None: whole): it gets what each dim of each parameter is to its layer.
     """
-    record = trace(model, args, kwargs)
+    record = record or trace(model, args, kwargs)
+    try:
+        return _search(model, args, kwargs, tp, force, record)
+    except Refold:
+        return _search(model, args, kwargs, tp, force, trace(model, args, kwargs, fold=False))
+
+
+def _search(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tp: int, force: Force | None, record: Trace
+) -> Analysis:
     dims: dict[str, int | None] = {}
     if force is not None:
         roles = Ownership(record, tp, Choices()).run().roles
         dims = force({name: roles.get(tid, {}) for name, tid in record.leaves.items()})
-    forced = {record.leaves[name]: d for name, d in dims.items()}
+    forced: dict[int, int | None] = {}
+    for name, d in dims.items():
+        tid = record.leaves[name]
+        if record.folds and record.skipped and forced.get(tid, d) != d:
+            raise Refold  # blocks that are alike are to be cut differently
+        forced[tid] = d
+    if record.folds and record.skipped and len(dims) != sum(t in forced for t in record.leaves.values()):
+        raise Refold
     return Search(model, args, kwargs, record, tp, Choices(forced)).run()
 
 

@@ -7,7 +7,7 @@ once, at the edge of the lowest module that contains all its readers.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotp.analysis import Analysis
@@ -59,6 +59,9 @@ class Hoisting:
                 program.calls.setdefault(c.site, []).append(self.edits[c.index])
         for program in self.programs.values():
             program.calls = {site: _folded(edits) for site, edits in program.calls.items()}
+        for path, like in self.trace.skipped:
+            for other in [p for p in self.programs if p == like or p.startswith(like + ".")]:
+                self.programs[path + other[len(like) :]] = replace(self.programs[other], path=path + other[len(like) :])
         return self.programs
 
     def _program(self, path: str) -> ModuleProgram:

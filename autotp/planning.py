@@ -97,8 +97,8 @@ def prepare(
     forced = resolve(model, rules, plan, min_bytes)
     if axes.tp == 1:
         return _alone(model, axes)
-    args, kwargs = example(model, sample)
-    analysis = analyse(model, args, kwargs, axes.tp, lambda roles: choices_of(model, forced, roles))
+    args, kwargs, record = example(model, sample)
+    analysis = analyse(model, args, kwargs, axes.tp, lambda roles: choices_of(model, forced, roles), record)
     forced.check(analysis)
     programs = Hoisting(analysis).run()
     rows = rows_of(model, analysis)
@@ -117,12 +117,13 @@ def prepare(
     return Prepared(made, analysis, programs)
 
 
-def example(model: nn.Module, sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The user's example inputs, or the first inferred ones that run."""
+def example(model: nn.Module, sample: Any) -> tuple[tuple[Any, ...], dict[str, Any], trace.Trace]:
+    """The user's example inputs, or the first inferred ones that run, and the record of that run."""
+    records: list[trace.Trace] = []
 
     def attempt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
         try:
-            trace.trace(model, args, kwargs)
+            records[:] = [trace.trace(model, args, kwargs)]
         except Exception as e:
             return e
         return None
@@ -134,7 +135,7 @@ def example(model: nn.Module, sample: Any) -> tuple[tuple[Any, ...], dict[str, A
             raise InputError(
                 f"{type(model).__name__}.forward does not run on the sample given: {type(failed).__name__}: {failed}"
             ) from failed
-    return args, kwargs
+    return args, kwargs, records[0]
 
 
 def _alone(model: nn.Module, axes: MeshAxes) -> Prepared:

@@ -241,7 +241,8 @@ class Lowering:
         tensors = self.trace.tensors
         changed = {tensors[call.leaves[i].tid].storage for i, e in edit.operands.items() if e.gather or e.slice or e.once}
         made = {tensors[x.tid].storage for x in call.outs if isinstance(x, Ref)}
-        views = {tensors[t].storage for i in range(call.start, call.stop) for t in self.trace.ops[i].ins} & made
+        ins = {t for i in range(call.start, call.stop) for t in self.trace.ops[i].ins}
+        views = {tensors[t].storage for t in ins if self.own.made_in.get(t) != call.index} & made
         edited = {tensors[call.outs[i].tid].storage for i in edit.results}
         if ((changed & made) | (edited & views)) & self.written:
             raise CannotEdit(call.index, f"{call.name} gives a view that is written into")

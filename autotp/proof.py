@@ -59,18 +59,30 @@ class Prover:
             sets = self.dealing.sets(tid)
             if sets:
                 shapes[name] = local_shape(self.trace.tensors[tid].shape, sets, self.rank)
-        twin = make_twin(model, shapes)
-        self.paths = twin.recorder.trace
+        twin = make_twin(model, shapes, fold=self.trace.folds, follow=self.trace)
         self.recorder = twin.recorder
         try:
             with torch_hooks.kept_rng():
-                run(twin, args, kwargs, self.step)
+                run(twin, args, kwargs, self.step, self.metadata)
         except Unproven:
             raise
         except Exception as e:
             raise Unproven(max(self.at, 0), f"the model's own code fails on a rank's part: {type(e).__name__}: {e}") from e
         if len(self.recorder.trace.calls) != len(self.trace.calls):
             raise Unproven(max(self.at, 0), "the model's own code takes another path on a rank's part")
+
+    def metadata(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """A parameter read from outside its module's forward is a DTensor there: it shows its global shape."""
+        known = self.recorder.ids.get(id(args[0])) if args and isinstance(args[0], Traced) else None
+        leaf = self.recorder.trace.tensors[known].leaf if known is not None else None
+        if leaf is None or not self.recorder.stack:
+            return out
+        running = self.recorder.trace.modules[self.recorder.stack[-1]].path
+        names = [n for n, t in self.recorder.trace.leaves.items() if t == known]
+        if any(n.rpartition(".")[0] == running for n in names):
+            return out
+        shape = self.trace.tensors[self.trace.leaves[leaf]].shape
+        return torch_hooks.with_shape(func, args, kwargs, shape, out)
 
     def step(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
         """One call: the counterpart of what :class:`autotp.styles.local.LocalProgram` does at run time."""
@@ -303,6 +315,9 @@ class Prover:
                 local.append(leaves[i])
                 continue
             t = tags[ref.tid]
+            if t.numel() == 0:
+                local.append(torch.zeros(leaves[i].shape, dtype=torch.int64))
+                continue
             sets = dict(self.dealing.sets(ref.tid))
             op = edit.operands.get(i)
             if op is not None:

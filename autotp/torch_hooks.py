@@ -291,3 +291,16 @@ def move_attachments(old: Tensor, new: Tensor) -> None:
         new.register_hook(hook)
     for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
         new.register_post_accumulate_grad_hook(hook)
+
+
+def with_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...], out: Any) -> Any:
+    """What a metadata function would say of a tensor of another shape."""
+    name = getattr(getattr(func, "__self__", None), "__name__", "") if func.__name__ == "__get__" else func.__name__
+    if name == "shape":
+        return torch.Size(shape)
+    if name == "size":
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        return torch.Size(shape) if dim is None else shape[dim]
+    if name in ("numel", "nelement"):
+        return torch.Size(shape).numel()
+    return shape[0] if name == "__len__" else out

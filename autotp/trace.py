@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autotp import torch_hooks
 from autotp.errors import AutotpError
 from autotp.plausible import integer_outputs, scalar
+from autotp.repeats import Repeats
 from autotp.trees import Ref, flatten, key_paths, rebuild
 
 MAX_REAL_NUMEL = 1 << 22
@@ -107,6 +108,7 @@ class ModuleCall:
     start: int
     outputs: dict[tuple[Any, ...], int] = field(default_factory=dict)
     stop: int = 0
+    same_as: int = -1  # this run was skipped: it is like that earlier one
 
 
 @dataclass(slots=True)
@@ -135,9 +137,13 @@ class Trace:
     canonical: dict[str, str] = field(default_factory=dict)
     outputs: list[int] = field(default_factory=list)
     random_calls: int = 0
+    templates: dict[int, Any] = field(default_factory=dict)
+    folds: bool = True
 
-    def info(self, tid: int) -> TensorInfo:
-        return self.tensors[tid]
+    @property
+    def skipped(self) -> list[tuple[str, str]]:
+        """Paths of skipped blocks, each with the path of the block it is like."""
+        return [(m.path, self.modules[m.same_as].path) for m in self.modules if m.same_as >= 0]
 
     def module_path(self, call: Call) -> str:
         return self.modules[call.module].path
@@ -289,15 +295,19 @@ def _wrap_one(o: Any, originals: dict[int, Tensor], plausible: Tensor | None) ->
 class _Calls(TorchFunctionMode):
     """The outer mode: notes each torch function that Python code calls, with its place in that code."""
 
-    def __init__(self, recorder: Recorder, intercept: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, recorder: Recorder, intercept: Callable[..., Any] | None, metadata: Callable[..., Any] | None
+    ) -> None:
         super().__init__()
         self.recorder = recorder
         self.intercept = intercept
+        self.metadata = metadata
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch_hooks.is_metadata(func):
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            return self.metadata(func, args, kwargs, out) if self.metadata is not None else out
         opened = torch_hooks.opened(func)
         if opened is not None:
             with self:
@@ -327,7 +337,12 @@ class Twin:
     paths: dict[int, str]
 
 
-def make_twin(model: nn.Module, local_shapes: dict[str, tuple[int, ...]] | None = None) -> Twin:
+def make_twin(
+    model: nn.Module,
+    local_shapes: dict[str, tuple[int, ...]] | None = None,
+    fold: bool = True,
+    follow: Trace | None = None,
+) -> Twin:
     """Copy ``model`` with every parameter a :class:`Traced` (of ``local_shapes`` where given) and real buffers."""
     recorder = Recorder()
     memo: dict[int, Any] = {}
@@ -348,7 +363,14 @@ def make_twin(model: nn.Module, local_shapes: dict[str, tuple[int, ...]] | None 
     paths = {id(m): name for name, m in twin.named_modules()}
     for m in twin.modules():
         _watch(m, recorder, paths)
+    if fold:
+        Repeats(recorder, _fresh, follow=follow).watch(twin)
     return Twin(twin, recorder, paths)
+
+
+def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    with torch_hooks.no_modes():
+        return Traced(torch.empty(shape, dtype=dtype, device="meta"))
 
 
 def _leaf(t: Tensor, shape: tuple[int, ...], parameter: bool) -> Tensor:
@@ -385,12 +407,14 @@ def _watch(module: nn.Module, rec: Recorder, paths: dict[int, str]) -> None:
 
 
 @contextmanager
-def recording(recorder: Recorder, intercept: Callable[..., Any] | None = None) -> Iterator[None]:
+def recording(
+    recorder: Recorder, intercept: Callable[..., Any] | None = None, metadata: Callable[..., Any] | None = None
+) -> Iterator[None]:
     """Both modes on, gradients off, attention in its plain form, torch's inference fast path off."""
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch_hooks.plain_attention())
-        stack.enter_context(_Calls(recorder, intercept))
+        stack.enter_context(_Calls(recorder, intercept, metadata))
         stack.enter_context(_Ops(recorder))
         yield
 
@@ -411,18 +435,32 @@ def as_inputs(tree: Any, recorder: Recorder) -> Any:
     return rebuild(out, spec)
 
 
-def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    """Record one run of ``model(*args, **kwargs)``; the model and the inputs are left as they were."""
-    twin = make_twin(model)
+def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], fold: bool = True) -> Trace:
+    """Record one run of ``model(*args, **kwargs)``; the model and the inputs are left as they were.
+
+    With ``fold``, repeated blocks are run once; the leaves of a skipped block then are those of the block it is like.
+    """
+    twin = make_twin(model, fold=fold)
     with torch_hooks.kept_rng():
-        return run(twin, args, kwargs)
+        record = run(twin, args, kwargs)
+    record.folds = fold
+    for path, like in record.skipped:
+        inside = [name for name in record.leaves if name.startswith(path + ".")]
+        record.leaves.update({name: record.leaves[like + name[len(path) :]] for name in inside})
+    return record
 
 
-def run(twin: Twin, args: Any, kwargs: Any, intercept: Callable[..., Any] | None = None) -> Trace:
+def run(
+    twin: Twin,
+    args: Any,
+    kwargs: Any,
+    intercept: Callable[..., Any] | None = None,
+    metadata: Callable[..., Any] | None = None,
+) -> Trace:
     """Run a twin on example inputs under the recorder and return the record."""
     rec = twin.recorder
     a, k = as_inputs((args, kwargs), rec)
-    with recording(rec, intercept):
+    with recording(rec, intercept, metadata):
         out = twin.model(*a, **k)
     rec.trace.outputs = [x.tid for x in rec.refs(out)[0] if isinstance(x, Ref)]
     return rec.trace

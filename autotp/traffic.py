@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from autotp.analysis import Analysis
 from autotp.hoisting import ModuleProgram
 from autotp.plan_types import Collective
+from autotp.trace import Trace
 from autotp.trees import Ref
 
 
@@ -36,7 +38,26 @@ def collectives_of(analysis: Analysis, programs: dict[str, ModuleProgram]) -> tu
             if isinstance(c.outs[i], Ref):
                 kind = "all_reduce" if r.leave else "all_gather"
                 forward.append(_one(analysis, where, kind, "forward", c.outs[i].tid))
-    return (*forward, *backward)
+    return (*_with_skipped(trace, forward), *_with_skipped(trace, backward))
+
+
+def _with_skipped(trace: Trace, found: list[Collective]) -> list[Collective]:
+    """Skipped blocks communicate like the block that ran for them, right after it."""
+    after: dict[str, list[str]] = {}
+    for path, like in trace.skipped:
+        after.setdefault(like, []).append(path)
+    out: list[Collective] = []
+    pending: tuple[str, list[Collective]] = ("", [])
+    for c in [*found, None]:
+        like = next((p for p in after if c is not None and (c.module == p or c.module.startswith(p + "."))), "")
+        if like != pending[0]:
+            for path in after.get(pending[0], []):
+                out += [replace(x, module=path + x.module[len(pending[0]) :]) for x in pending[1]]
+            pending = (like, [])
+        if c is not None:
+            out.append(c)
+            pending[1].append(c)
+    return out
 
 
 def _place(trace, edge, module: int, tid: int) -> str | None:  # type: ignore[no-untyped-def]

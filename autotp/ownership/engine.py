@@ -69,8 +69,8 @@ class Ownership:
         self.base: dict[tuple[int, int], int] = {}
         self.at = 0
         self.made_in = {t: op.call for op in reversed(trace.ops) for t in op.outs if t >= 0}
-        for tid, info in enumerate(trace.tensors):
-            if info.parameter:
+        for tid in dict.fromkeys(trace.leaves.values()):
+            if trace.tensors[tid].parameter:
                 self.leaf(tid)
 
     def leaf(self, tid: int) -> None:

@@ -1,0 +1,188 @@
+"""Repeated blocks are run once: a model of 126 equal layers is traced and proved as one of three.
+
+A child of a list-like container is *equal* to a sibling if classes, parameters, buffers and every attribute agree,
+except integers that are the child's own position. Of equal siblings called on equal inputs the first, the second and
+the last run; the others are skipped, and whatever is found for the second holds for them. That is only done for
+blocks that take and give whole tensors and touch nothing outside; whoever uses the record checks that
+(:func:`whole_edges`), and traces again without skipping if it is not so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from autotp.trace import Recorder
+
+_OWN = set(nn.Module().__dict__) | {"forward"}
+_PLAIN = (int, float, str, bool, bytes, complex, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A child's class of equal siblings and whether it must run in any case."""
+
+    key: Any
+    last: bool
+
+
+@dataclass
+class Repeats:
+    """The memory of one recorded run. ``follow`` repeats the decisions of an earlier run instead of making them."""
+
+    recorder: Recorder
+    wrap: Callable[[tuple[int, ...], torch.dtype], Tensor]
+    places: dict[int, Place] = field(default_factory=dict)
+    done: dict[Any, list[int]] = field(default_factory=dict)
+    follow: Any = None
+
+    def watch(self, model: nn.Module) -> None:
+        """Find equal siblings and let their forwards be skipped."""
+        for container in model.modules():
+            if isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) and len(container) > 3:
+                self._watch_children(container)
+
+    def _watch_children(self, container: nn.Module) -> None:
+        children = list(container._modules.values())
+        classes: dict[Any, list[nn.Module]] = {}
+        for i, child in enumerate(children):
+            if child is not None and any(True for _ in child.parameters()):
+                classes.setdefault(_signature(child, i), []).append(child)
+        for key, members in classes.items():
+            if len(members) > 3 and len({id(m) for m in members}) == len(members):
+                for m in members:
+                    self.places[id(m)] = Place((id(container), key), m is members[-1])
+                    m.forward = self._forward(m, m.forward)
+
+    def _forward(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def repeated(*args: Any, **kwargs: Any) -> Any:
+            rec = self.recorder
+            index = rec.stack[-1]
+            if self.follow is not None:
+                skip = self.follow.modules[index].same_as if index < len(self.follow.modules) else -1
+                return self._skip(index, skip, self.follow, args, kwargs) if skip >= 0 else forward(*args, **kwargs)
+            key = (self.places[id(module)].key, self._inputs(args, kwargs))
+            seen = self.done.setdefault(key, [])
+            if len(seen) >= 2 and not self.places[id(module)].last and self._simple(seen[1]):
+                return self._skip(index, seen[1], rec.trace, args, kwargs)
+            out = forward(*args, **kwargs)
+            rec.trace.templates[index] = self._template(index, args, kwargs, out)
+            seen.append(index)
+            return out
+
+        return repeated
+
+    def _inputs(self, args: Any, kwargs: Any) -> Any:
+        from autotp.trees import flatten, key_paths
+
+        out = []
+        tree = (args, kwargs)
+        for path, x in zip(key_paths(tree), flatten(tree)[0], strict=True):
+            if isinstance(x, Tensor):
+                real = self.recorder.trace.tensors[self.recorder.tid(x)].real
+                out.append((path, tuple(x.shape), x.dtype, self.recorder.tid(x) if real else None))
+            else:
+                out.append((path, x if isinstance(x, _PLAIN) else id(x)))
+        return tuple(out)
+
+    def _template(self, index: int, args: Any, kwargs: Any, out: Any) -> Any:
+        """The outputs of a run in terms of its inputs: (input path | shape and dtype | the thing itself) per leaf."""
+        from autotp.trees import flatten, key_paths
+
+        tree = (args, kwargs)
+        given = {id(x): p for p, x in zip(key_paths(tree), flatten(tree)[0], strict=True) if not isinstance(x, _PLAIN)}
+        leaves, spec = flatten(out)
+        parts: list[Any] = []
+        for x in leaves:
+            if id(x) in given:
+                parts.append(("input", given[id(x)]))
+            elif isinstance(x, Tensor):
+                if self.recorder.trace.tensors[self.recorder.tid(x)].real:
+                    return None
+                parts.append(("new", tuple(x.shape), x.dtype))
+            elif isinstance(x, _PLAIN):
+                parts.append(("same", x))
+            else:
+                return None
+        return parts, spec
+
+    def _simple(self, index: int) -> bool:
+        """Whether a run read only its inputs, its own leaves and constants, and wrote to nothing outside."""
+        trace = self.recorder.trace
+        m = trace.modules[index]
+        if trace.templates.get(index) is None:
+            return False
+        inside: set[int] = set(m.inputs.values())
+        for c in trace.calls[m.start : m.stop]:
+            for op in trace.ops[c.start : c.stop]:
+                for t in op.ins:
+                    info = trace.tensors[t]
+                    own = info.leaf is not None and info.leaf.startswith(m.path + ".")
+                    if t not in inside and not own and info.grad:
+                        return False
+                inside.update(t for t in op.outs if t >= 0)
+                if any(w not in inside or w in m.inputs.values() for w in op.writes):
+                    return False
+        shared = {t for name, t in trace.leaves.items() if not name.startswith(m.path + ".")}
+        return not any(t in shared for name, t in trace.leaves.items() if name.startswith(m.path + "."))
+
+    def _skip(self, index: int, like: int, trace: Any, args: Any, kwargs: Any) -> Any:
+        from autotp.trees import flatten, key_paths, rebuild
+
+        if self.follow is None:
+            self.recorder.trace.modules[index].same_as = like
+        tree = (args, kwargs)
+        given = dict(zip(key_paths(tree), flatten(tree)[0], strict=True))
+        parts, spec = trace.templates[like]
+        leaves = []
+        for p in parts:
+            if p[0] == "new":
+                made = self.wrap(p[1], p[2])
+                self.recorder.tid(made, grad=True)
+                leaves.append(made)
+            else:
+                leaves.append(given[p[1]] if p[0] == "input" else p[1])
+        return rebuild(leaves, spec)
+
+
+def whole_edges(trace: Any, is_cut: Callable[[int], bool]) -> bool:
+    """Whether every skipped run, and the run it stands for, gets and gives whole tensors only."""
+    for m in trace.modules:
+        if m.same_as >= 0:
+            like = trace.modules[m.same_as]
+            edges = (*m.inputs.values(), *m.outputs.values(), *like.inputs.values(), *like.outputs.values())
+            if any(is_cut(t) for t in edges):
+                return False
+    return True
+
+
+def _signature(module: nn.Module, position: int) -> Any:
+    params = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module._parameters.items() if p is not None)
+    buffers = tuple((n, _buffer(b)) for n, b in module._buffers.items() if b is not None)
+    attributes = tuple((k, _value(v, position, 0)) for k, v in module.__dict__.items() if k not in _OWN)
+    children = tuple((n, _signature(c, position)) for n, c in module._modules.items() if c is not None)
+    return type(module), params, buffers, attributes, children, module.training
+
+
+def _buffer(b: Tensor) -> Any:
+    small = not b.is_meta and type(b) is Tensor and b.numel() <= 4096
+    return tuple(b.shape), b.dtype, b.numpy().tobytes() if small and b.dtype != torch.bfloat16 else None
+
+
+def _value(v: Any, position: int, depth: int) -> Any:
+    if type(v) is int and v == position:
+        return "its position"
+    if isinstance(v, _PLAIN):
+        return v
+    if isinstance(v, (list, tuple, set, frozenset)) and depth < 3:
+        return type(v), tuple(_value(x, position, depth + 1) for x in v)
+    if isinstance(v, dict) and depth < 3:
+        return tuple((str(k), _value(x, position, depth + 1)) for k, x in v.items())
+    if callable(v) and hasattr(v, "__qualname__") and not hasattr(v, "__self__"):
+        return v.__qualname__
+    return id(v)
