@@ -43,6 +43,7 @@ class Analysis:
     edits: dict[int, CallEdit]
     notes: dict[int, str] = field(default_factory=dict)
     rounds: int = 0
+    chosen: frozenset[int] = frozenset()  # parameters whose cut the user fixed
 
 
 @dataclass
@@ -80,7 +81,7 @@ class Search:
             except CannotEdit as e:
                 self._give_up_call(own, e.call, e.why)
             except Unproven as e:
-                self._give_up_operands(own, e.call, e.why)
+                self._give_up_operands(own, e.call, e.why, e.module)
             else:
                 return Analysis(self.trace, own, dealing, edits, self.notes, n + 1)
         raise ProofError(f"no program could be proved in {MAX_ROUNDS} rounds; please report the model")
@@ -160,7 +161,7 @@ class Search:
         self.choices = replace(self.choices, opaque=self.choices.opaque | {call})
         return None
 
-    def _give_up_operands(self, own: Ownership, call: int, why: str) -> None:
+    def _give_up_operands(self, own: Ownership, call: int, why: str, module: str | None) -> None:
         """A call that cannot be proved gets whole operands: gathered where they were computed, if they can be."""
         c = self.trace.calls[call]
         refs = [x.tid for x in c.leaves if isinstance(x, Ref)]
@@ -173,16 +174,13 @@ class Search:
             return self._gather(targets)
         if call not in self.choices.opaque and any(own.owners(t) is not None for t in refs):
             return self._give_up_call(own, call, why)
-        return self._leave_whole(own, self._nearby(call), why)
+        return self._leave_whole(own, self._nearby(call, module), why)
 
-    def _nearby(self, call: int) -> list[int]:
-        """Tensors of the calls around one, widening until there is a parameter that is cut."""
-        return [
-            x.tid
-            for c in reversed(self.trace.calls[: call + 1])
-            for x in (*c.leaves, *c.outs)
-            if isinstance(x, Ref)
-        ]
+    def _nearby(self, call: int, module: str | None) -> list[int]:
+        """The parameters of the module whose code failed, then tensors of the calls before and after it."""
+        calls = [*reversed(self.trace.calls[: call + 1]), *self.trace.calls[call + 1 :]]
+        mine = [t for name, t in self.trace.leaves.items() if name.rpartition(".")[0] == module]
+        return mine + [x.tid for c in calls for x in (*c.leaves, *c.outs) if isinstance(x, Ref)]
 
     def _leave_whole(self, own: Ownership, tids: list[int], why: str) -> None:
         """The last choice: parameters that reach here are not cut at all."""
@@ -260,7 +258,9 @@ def _search(
         forced[tid] = d
     if record.folds and record.skipped and len(dims) != sum(t in forced for t in record.leaves.values()):
         raise Refold
-    return Search(model, args, kwargs, record, tp, Choices(forced)).run()
+    fixed = frozenset(c.index for c in record.calls if c.fixed)
+    found = Search(model, args, kwargs, record, tp, Choices(forced, opaque=fixed)).run()
+    return replace(found, chosen=frozenset(forced))
 
 
 __all__ = ["Analysis", "analyse", "find_rule"]

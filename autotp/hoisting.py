@@ -28,6 +28,13 @@ class ModuleProgram:
     inputs: dict[Path, OperandEdit] = field(default_factory=dict)
     outputs: dict[Path, ResultEdit] = field(default_factory=dict)
     calls: dict[Site, list[CallEdit]] = field(default_factory=dict)
+    kinds: frozenset[Any] = frozenset()  # how it was called when it was planned
+    holds_cut: bool = False  # its own code handles cut tensors
+
+    @property
+    def does_something(self) -> bool:
+        """Whether the module needs any of this."""
+        return bool(self.params or self.inputs or self.outputs or self.edits_calls or self.holds_cut)
 
     @property
     def edits_calls(self) -> bool:
@@ -57,6 +64,7 @@ class Hoisting:
             if c.module >= 0:
                 program = self._program(self.trace.module_path(c))
                 program.calls.setdefault(c.site, []).append(self.edits[c.index])
+        self._guards()
         for program in self.programs.values():
             program.calls = {site: _folded(edits) for site, edits in program.calls.items()}
         for path, like in self.trace.skipped:
@@ -66,6 +74,23 @@ class Hoisting:
 
     def _program(self, path: str) -> ModuleProgram:
         return self.programs.setdefault(path, ModuleProgram(path))
+
+    def _guards(self) -> None:
+        """Modules whose own code handles cut tensors, and how each was called."""
+        sets = self.a.dealing.sets
+        for c in self.trace.calls:
+            refs = [x.tid for x in (*c.leaves, *c.outs) if isinstance(x, Ref) and not self.trace.tensors[x.tid].parameter]
+            if c.module >= 0 and any(sets(t) for t in refs):
+                self._program(self.trace.module_path(c)).holds_cut = True
+            if c.module >= 0:
+                for site in c.inner:
+                    self._program(self.trace.module_path(c)).calls.setdefault(site, [CallEdit()])
+        for m in self.trace.modules:
+            if m.parent >= 0 and any(sets(t) for t in (*m.inputs.values(), *m.outputs.values())):
+                self._program(self.trace.modules[m.parent].path).holds_cut = True
+        for m in self.trace.modules:
+            if m.path in self.programs:
+                self.programs[m.path].kinds |= {m.kinds}
 
     # ------------------------------------------------------------ parameters
     def _params(self) -> None:

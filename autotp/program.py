@@ -112,6 +112,8 @@ class Lowering:
                 edit.operands[leaf] = next(iter(conversions))
         self._results(call, edit)
         self._check_aliases(call, edit)
+        if call.fixed and (edit.operands or edit.results):
+            raise CannotEdit(call.index, f"{call.name} is a custom autograd function, whose gradient is not known")
         edit.rows = self._rows(call)
         edit.random = self._random(call)
         return edit

@@ -32,9 +32,9 @@ MAX_TRIES = 300
 class Unproven(Exception):
     """A call of the local program that does not do what the model does."""
 
-    def __init__(self, call: int, why: str) -> None:
+    def __init__(self, call: int, why: str, module: str | None = None) -> None:
         super().__init__(why)
-        self.call, self.why = call, why
+        self.call, self.why, self.module = call, why, module
 
 
 @dataclass
@@ -67,7 +67,10 @@ class Prover:
         except Unproven:
             raise
         except Exception as e:
-            raise Unproven(max(self.at, 0), f"the model's own code fails on a rank's part: {type(e).__name__}: {e}") from e
+            stack = twin.recorder.stack
+            module = twin.recorder.trace.modules[stack[-1]].path if stack else None
+            text = f"the model's own code fails on a rank's part: {type(e).__name__}: {e}"
+            raise Unproven(max(self.at, 0), text, module) from e
         if len(self.recorder.trace.calls) != len(self.trace.calls):
             raise Unproven(max(self.at, 0), "the model's own code takes another path on a rank's part")
 

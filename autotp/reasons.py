@@ -95,6 +95,8 @@ class _Rows:
         forced = self.own.choices.dims.get(tid, 0) is None
         if tid in self.a.notes:
             return self.a.notes[tid]
+        if tid in self.a.chosen and forced:
+            return "left whole by choice"
         reasons = list(dict.fromkeys(self.own.reasons.get(tid, [])))
         if reasons:
             return reasons[-1]

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from autotp import torch_hooks
 from autotp.errors import AutotpError, MeshError, PlanError
 from autotp.hoisting import ModuleProgram
-from autotp.layouts import distribute
+from autotp.layouts import distribute, layout_of
 from autotp.mesh import MeshAxes, resolve_mesh
 from autotp.plan_types import Plan
 from autotp.planning import Prepared, prepare
@@ -42,9 +42,11 @@ class LocalStyle(ParallelStyle):
             layout = self.layouts.get(f"{self.program.path}.{name}".lstrip("."))
             if b is not None and layout is not None:
                 module._buffers[name] = distribute(b, device_mesh, layout)
-        local = LocalForward(self.program, self.ranks)
+        # torch's own layers have one way to run; code of others may branch on what it is given
+        local = LocalForward(self.program, self.ranks, not type(module).__module__.startswith("torch.nn.modules."))
         module.register_forward_pre_hook(local.before, with_kwargs=True, prepend=True)
         module.register_forward_hook(local.after, with_kwargs=True, always_call=True)
+        module.register_load_state_dict_pre_hook(_cut_loaded)
         return module
 
     def _parameter(self, p: nn.Parameter, name: str, mesh: DeviceMesh) -> nn.Parameter:
@@ -54,6 +56,15 @@ class LocalStyle(ParallelStyle):
             torch_hooks.move_attachments(p, new)
             self.made[id(p)] = new
         return self.made[id(p)]
+
+
+def _cut_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """An ordinary state dict loads into a sharded model: every rank takes its part of each tensor."""
+    for name, p in (*module._parameters.items(), *module._buffers.items()):
+        full = state.get(prefix + name)
+        if p is not None and torch_hooks.is_dtensor(p) and full is not None and not torch_hooks.is_dtensor(full):
+            if tuple(full.shape) == tuple(p.shape) and p.device_mesh.ndim == 1:
+                state[prefix + name] = distribute(full.to(p.device), p.device_mesh, layout_of(p))
 
 
 def _replace_in_lists(module: nn.Module, old: Any, new: Any) -> None:
@@ -117,7 +128,7 @@ def _apply(model: nn.Module, prepared: Prepared, mesh: DeviceMesh, ranks: Ranks)
     styles: dict[str, ParallelStyle] = {}
     for path, module in model.named_modules():
         program = prepared.programs.get(path)
-        if program is not None and (program.params or program.inputs or program.outputs or program.edits_calls):
+        if program is not None and program.does_something:
             styles[path] = LocalStyle(program, made, layouts, ranks)
         elif module._parameters:
             styles[path] = LocalStyle(ModuleProgram(path), made, layouts, ranks)

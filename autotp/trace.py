@@ -28,7 +28,7 @@ from autotp import torch_hooks
 from autotp.errors import AutotpError
 from autotp.plausible import integer_outputs, scalar
 from autotp.repeats import Repeats
-from autotp.trees import Ref, flatten, key_paths, rebuild
+from autotp.trees import Ref, flatten, key_paths, kinds, rebuild
 
 MAX_REAL_NUMEL = 1 << 22
 
@@ -91,6 +91,8 @@ class Call:
     start: int
     stop: int = 0
     outs: list[Any] = field(default_factory=list)
+    fixed: bool = False  # a custom autograd function: nothing inside can be edited, and its gradient is unknown
+    inner: set[tuple[Any, ...]] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -108,6 +110,7 @@ class ModuleCall:
     start: int
     outputs: dict[tuple[Any, ...], int] = field(default_factory=dict)
     stop: int = 0
+    kinds: tuple[Any, ...] = ()
     same_as: int = -1  # this run was skipped: it is like that earlier one
 
 
@@ -314,8 +317,14 @@ class _Calls(TorchFunctionMode):
                 return opened(*args, **kwargs)
         rec = self.recorder
         if rec.call is not None:
+            if rec.call.fixed:
+                rec.call.inner.add(torch_hooks.call_site())
             return func(*args, **kwargs)
-        call = rec.open_call(func, args, kwargs, torch_hooks.call_site())
+        return self.noted(rec.open_call(func, args, kwargs, torch_hooks.call_site()), func, args, kwargs)
+
+    def noted(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call and add it to the record."""
+        rec = self.recorder
         rec.call = call
         try:
             if self.intercept is not None:
@@ -394,7 +403,8 @@ def _watch(module: nn.Module, rec: Recorder, paths: dict[int, str]) -> None:
         inputs = rec.by_path((args, kwargs))
         index = len(rec.trace.modules)
         parent = rec.stack[-1] if rec.stack else -1
-        rec.trace.modules.append(ModuleCall(index, paths[id(m)], parent, inputs, len(rec.trace.calls)))
+        run = ModuleCall(index, paths[id(m)], parent, inputs, len(rec.trace.calls), kinds=kinds(m, args, kwargs))
+        rec.trace.modules.append(run)
         rec.stack.append(index)
 
     def leave(m: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -406,6 +416,15 @@ def _watch(module: nn.Module, rec: Recorder, paths: dict[int, str]) -> None:
     module.register_forward_hook(leave, with_kwargs=True)
 
 
+def _custom(recorder: Recorder, calls: _Calls, function: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+    """A custom autograd function is one call, whatever its forward does: only its author knows its gradient."""
+    if recorder.call is not None:
+        return apply(*args, **kwargs)
+    call = recorder.open_call(function, args, kwargs, torch_hooks.call_site())
+    call.fixed = True
+    return calls.noted(call, apply, args, kwargs)
+
+
 @contextmanager
 def recording(
     recorder: Recorder, intercept: Callable[..., Any] | None = None, metadata: Callable[..., Any] | None = None
@@ -414,7 +433,8 @@ def recording(
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch_hooks.plain_attention())
-        stack.enter_context(_Calls(recorder, intercept, metadata))
+        calls = stack.enter_context(_Calls(recorder, intercept, metadata))
+        stack.enter_context(torch_hooks.custom_functions(lambda *a: _custom(recorder, calls, *a)))
         stack.enter_context(_Ops(recorder))
         yield
 

@@ -138,3 +138,17 @@ def edit_at(tree: Any, path: tuple[Any, ...], change: Callable[[Any], Any]) -> A
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and hasattr(tree, key):
         setattr(tree, key, edit_at(getattr(tree, key), rest, change))
     return tree
+
+
+def kinds(module: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """What steers a forward's Python: which arguments are given, flags, mode. Numbers and tensors count by type."""
+    given = [*enumerate(args), *kwargs.items()]
+    return (module.training, *((k, _kind(x)) for k, x in given))
+
+
+def _kind(x: Any) -> Any:
+    if x is None or isinstance(x, (bool, str)):
+        return x
+    if isinstance(x, (tuple, list)):
+        return type(x), *(_kind(y) for y in x)
+    return "tensor" if hasattr(x, "dtype") and hasattr(x, "shape") else type(x)

@@ -59,24 +59,27 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():  # create_graph: the sum is differentiated too
+            return leave(grad, ctx.ranks), None
         return ctx.ranks.sum_(grad.clone(memory_format=torch.contiguous_format)), None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
         ctx.mark_dirty(x)
         return ranks.sum_(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
+        return (enter(grad, ctx.ranks) if torch.is_grad_enabled() else grad), None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, indices: Indices, ranks: Ranks) -> Tensor:
-        ctx.dim, ctx.mine = dim, indices[ranks.rank]
+        ctx.dim, ctx.mine, ctx.ranks = dim, indices[ranks.rank], ranks
         sizes = [len(i) for i in indices]
         parts = ranks.all_parts(_padded(x, dim, max(sizes)).contiguous())
         whole = torch.cat([p.narrow(dim, 0, n) for p, n in zip(parts, sizes, strict=True)], dim)
@@ -89,17 +92,32 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        grad = enter(grad, ctx.ranks) if torch.is_grad_enabled() else grad
         return part(grad, ctx.dim, ctx.mine), None, None, None
 
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.zeros_like(x)
+    def forward(ctx: Any, x: Tensor, first: bool) -> Tensor:
+        ctx.first = first
+        return x.view_as(x) if first else torch.zeros_like(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad
+        if torch.is_grad_enabled():
+            grad = _OnceGrad.apply(grad, ctx.first)  # type: ignore[no-untyped-call]
+        return grad, None
+
+
+class _OnceGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, first: bool) -> Tensor:
+        ctx.first = first
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Once.apply(grad, ctx.first), None  # type: ignore[no-untyped-call]
 
 
 def enter(x: Tensor, ranks: Ranks) -> Tensor:
@@ -131,7 +149,7 @@ def gather(x: Tensor, dim: int, indices: Indices, ranks: Ranks) -> Tensor:
 
 def once(x: Tensor, ranks: Ranks) -> Tensor:
     """Something added to a partial sum: only the first rank adds it."""
-    return x if ranks.rank == 0 else _Once.apply(x)  # type: ignore[no-any-return,no-untyped-call]
+    return _Once.apply(x, ranks.rank == 0)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def part(x: Tensor, dim: int, indices: tuple[int, ...]) -> Tensor:

@@ -23,7 +23,7 @@ from autotp.program import CallEdit, NumberEdit, OperandEdit, ResultEdit
 from autotp.proof import edited
 from autotp.styles.comm import Ranks, enter, gather, leave, once, part
 from autotp.styles.random import own_draws
-from autotp.trees import edit_at, flatten, rebuild
+from autotp.trees import edit_at, flatten, kinds, rebuild
 
 Change = Callable[[Any], Any]
 
@@ -168,15 +168,15 @@ class LocalCalls(TorchFunctionMode):
 class LocalForward:
     """The two hooks around a module's forward. Holds no module, so copies of a module share it."""
 
-    def __init__(self, program: ModuleProgram, ranks: Ranks) -> None:
+    def __init__(self, program: ModuleProgram, ranks: Ranks, guarded: bool = True) -> None:
         self.path, self.ranks = program.path, ranks
         self.params = [(n, operand(e, ranks) if e else None) for n, e in program.params.items()]
         self.inputs = [(p, operand(e, ranks)) for p, e in program.inputs.items()]
         self.outputs = [(p, outcome(e, ranks)) for p, e in program.outputs.items()]
-        self.table: dict[Any, list[BoundCall]] | None = None
-        if program.edits_calls:
-            self.table = {s: [BoundCall.of(e, ranks) for e in edits] for s, edits in program.calls.items()}
-        self.running: list[tuple[list[tuple[Any, Any, Any]], LocalCalls | None]] = []
+        self.table = {s: [BoundCall.of(e, ranks) for e in edits] for s, edits in program.calls.items()}
+        self.edits_calls = program.edits_calls
+        self.known = set(program.kinds) if program.holds_cut and guarded else None
+        self.running: list[tuple[list[tuple[Any, Any, Any]], LocalCalls | None, Any]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalForward:
         return self
@@ -193,10 +193,13 @@ class LocalForward:
                     kept.append((slots, name, full))
                     slots[name] = local  # type: ignore[assignment]
                     _swap_in_lists(module, full, local, kept)
-        mode = None
-        if self.table is not None:
+        mode, new = None, None
+        if self.known is not None and not self.edits_calls:
+            called = kinds(module, args, kwargs)
+            new = None if called in self.known else called
+        if self.edits_calls or new is not None:
             mode = LocalCalls(self.table, self.ranks, self.path, sys._getframe(1))
-        self.running.append((kept, mode))
+        self.running.append((kept, mode, new))
         for path, change in self.inputs:
             args, kwargs = edit_at((args, kwargs), path, change)
         if mode is not None:
@@ -205,13 +208,15 @@ class LocalForward:
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """Undo what :meth:`before` did, also after an exception, and cross the edge outwards."""
-        kept, mode = self.running.pop()
+        kept, mode, new = self.running.pop()
         if mode is not None:
             mode.base = None
             mode.__exit__(None, None, None)
         for slots, key, full in kept:
             slots[key] = full
         if out is not None:
+            if new is not None and self.known is not None:
+                self.known.add(new)  # called in a new way, and every call it made was a planned one
             for path, change in self.outputs:
                 out = edit_at(out, path, change)
         return out
