@@ -53,7 +53,8 @@ class Layout:
     @classmethod
     def from_indices(cls, dim: int, per_rank: Iterable[Iterable[int]]) -> Layout:
         """The layout in which rank r holds the r-th list of global indices, in that order."""
-        return cls(dim, tuple(tuple((i, i + 1) for i in indices) for indices in per_rank))
+        runs = (((i.start, i.stop),) if isinstance(i, range) and i else tuple((j, j + 1) for j in i) for i in per_rank)
+        return cls(dim, tuple(runs))
 
     @classmethod
     def even(cls, dim: int, size: int, ranks: int) -> Layout:

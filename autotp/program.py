@@ -6,19 +6,20 @@ sliced, gathered or contributed once; results are summed or gathered; integers t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
 from autotp import torch_hooks
-from autotp.ownership.dealing import Dealing, Sets
+from autotp.ownership.dealing import Dealing, Sets, indices
 from autotp.ownership.engine import Ownership
 from autotp.ownership.rules_movement import IDENTITY
 from autotp.ownership.state import Want
 from autotp.trace import Call, Op
 from autotp.trees import Ref
 
-Indices = tuple[tuple[int, ...], ...]
+Indices = tuple[Sequence[int], ...]
 Cuts = tuple[tuple[int, Indices], ...]
 
 
@@ -214,7 +215,7 @@ class Lowering:
     def _slices_of(self, tags: Any, cuts: Cuts, shape: tuple[int, ...], call: Call) -> Cuts:
         import numpy as np
 
-        dims: dict[int, list[tuple[int, ...]]] = {d: [] for d in range(len(shape))}
+        dims: dict[int, list[Sequence[int]]] = {d: [] for d in range(len(shape))}
         for r in range(self.dealing.tp):
             mine = tags
             for d, per_rank in cuts:
@@ -224,7 +225,7 @@ class Lowering:
             if len(coords[0]) != np.prod([len(a) for a in axes]):
                 raise CannotEdit(call.index, f"{call.name} would need scattered elements of an operand")
             for d, a in enumerate(axes):
-                dims[d].append(tuple(a.tolist()))
+                dims[d].append(indices(a))
         return _cuts({d: tuple(s) for d, s in dims.items() if any(len(x) < shape[d] for x in s)})
 
     # ------------------------------------------------------------ results
@@ -285,10 +286,10 @@ def _cuts(sets: Sets) -> Cuts:
     return tuple(sorted(sets.items()))
 
 
-def _index(indices: tuple[int, ...]) -> Any:
+def _index(chosen: Sequence[int]) -> Any:
     import torch
 
-    return torch.tensor(indices, dtype=torch.int64)
+    return torch.tensor(chosen, dtype=torch.int64)
 
 
 def _numel(shape: tuple[int, ...]) -> int:

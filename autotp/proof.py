@@ -9,6 +9,8 @@ solved for here and becomes part of the program.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -76,7 +78,7 @@ class Prover:
 
     def metadata(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         """A parameter read from outside its module's forward is a DTensor there: it shows its global shape."""
-        known = self.recorder.ids.get(id(args[0])) if args and isinstance(args[0], Traced) else None
+        known = self.recorder.ids.get(id(args[0])) if args and getattr(args[0], "_is_param", False) else None
         leaf = self.recorder.trace.tensors[known].leaf if known is not None else None
         if leaf is None or not self.recorder.stack:
             return out
@@ -291,7 +293,7 @@ class Prover:
                 for s in self.dealing.sets(ref.tid).values():
                     for g in call.leaves:
                         if isinstance(g, int) and not isinstance(g, bool) and g > 0:
-                            out[Fraction(sum(j < g for j in s[self.rank]), g)] = None
+                            out[Fraction(bisect_left(s[self.rank], g), g)] = None
         return {f: None for f in out if f}
 
     # ------------------------------------------------------------ what moves
@@ -376,7 +378,7 @@ def _nan_equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(torch.isclose(a, b, equal_nan=True).all()) if a.is_floating_point() else False
 
 
-def _select(x: Tensor, dim: int, indices: tuple[int, ...]) -> Tensor:
+def _select(x: Tensor, dim: int, indices: Sequence[int]) -> Tensor:
     if isinstance(x, Traced):
         return _resized(x, dim, len(indices))
     with torch_hooks.no_modes():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 from torch import nn
@@ -20,6 +19,7 @@ class _Rows:
 
     def __init__(self, analysis: Analysis) -> None:
         self.a, self.own, self.trace = analysis, analysis.own, analysis.trace
+        self.made: dict[int, Row] = {}
         self.entered: set[int] = set()
         self.gathers: dict[int, str] = {}
         for c in self.trace.calls:
@@ -34,11 +34,14 @@ class _Rows:
                         self.gathers[p] = analysis.notes.get(c.outs[i].tid, "nothing after it needs it cut")
 
     def row(self, name: str, tid: int, dtype: str) -> Row:
+        if tid in self.made:  # a tied parameter, or one of a block that is like another
+            first = self.trace.canonical[name]
+            return replace(self.made[tid], name=name, dtype=dtype, tied_to=first if first != name else None)
         shape = self.trace.tensors[tid].shape
         sets = self.a.dealing.sets(tid)
         style, dim = self._style(tid)
         first = self.trace.canonical[name]
-        return Row(
+        self.made[tid] = Row(
             name=name,
             shape=shape,
             local_shape=local_shape(shape, sets, 0),
@@ -48,6 +51,7 @@ class _Rows:
             dtype=dtype,
             tied_to=first if first != name else None,
         )
+        return self.made[tid]
 
     def _style(self, tid: int) -> tuple[str, int | None]:
         sets = self.a.dealing.sets(tid)
@@ -66,20 +70,18 @@ class _Rows:
 
     def _cut_reason(self, tid: int, dim: int) -> str:
         base, n = self.own.base[tid, dim], self.trace.tensors[tid].shape[dim]
-        roots = self.own.nodes.find(np.arange(base, base + n))
-        sizes = Counter(roots.tolist())
-        per_rank = Counter(int(r) for r in self.own_rank(np.array(list(sizes))))
-        shares = [per_rank[r] for r in range(self.a.dealing.tp)]
+        groups, sizes = np.unique(self.own.nodes.find(np.arange(base, base + n)), return_counts=True)
+        shares = np.bincount(self.a.dealing.rank_of[groups], minlength=self.a.dealing.tp).tolist()
         each = str(shares[0]) if len(set(shares)) == 1 else "/".join(map(str, shares))
-        width = sorted(set(sizes.values()))
+        width = np.unique(sizes).tolist()
         role = self.own.roles.get(tid, {}).get(dim, "out")
         kind = {"in": "inputs", "rows": "rows", "features": "features", "batch": "batches"}.get(role, "outputs")
         if width == [1]:
             text = f"{n} {kind}, {each} per rank"
         elif len(width) == 1:
-            text = f"{len(sizes)} groups of {width[0]} {kind} that belong together, {each} per rank"
+            text = f"{len(groups)} groups of {width[0]} {kind} that belong together, {each} per rank"
         else:
-            text = f"{len(sizes)} groups of {width[0]} to {width[-1]} {kind} that belong together, {each} per rank"
+            text = f"{len(groups)} groups of {width[0]} to {width[-1]} {kind} that belong together, {each} per rank"
         if tid in self.gathers and role != "in":
             text += f"; its output is gathered: {self.gathers[tid]}"
         if role == "rows":
@@ -87,9 +89,6 @@ class _Rows:
         if tid in self.own.split_input:
             text += "; its input is split over the ranks"
         return text
-
-    def own_rank(self, roots: np.ndarray) -> np.ndarray:
-        return self.a.dealing.rank_of[roots]
 
     def _whole_reason(self, tid: int) -> str:
         forced = self.own.choices.dims.get(tid, 0) is None
@@ -129,4 +128,4 @@ def whole_rows(model: nn.Module, reason: str) -> tuple[Row, ...]:
     return tuple(out)
 
 
-__all__ = ["math", "rows_of", "whole_rows"]
+__all__ = ["rows_of", "whole_rows"]

@@ -168,11 +168,10 @@ class Recorder:
             return known
         inner = t.inner if isinstance(t, Traced) else t
         tid = len(self.trace.tensors)
-        self.ids[id(t)] = tid
+        real, storage = not isinstance(t, Traced), inner.untyped_storage()._cdata
+        self.trace.tensors.append(TensorInfo(tuple(inner.shape), inner.dtype, leaf, grad, storage, real))
         self.trace.objects.append(t)
-        self.trace.tensors.append(
-            TensorInfo(tuple(t.shape), t.dtype, leaf, grad, inner.untyped_storage()._cdata, not isinstance(t, Traced))
-        )
+        self.ids[id(t)] = tid
         return tid
 
     def refs(self, tree: Any) -> tuple[list[Any], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 from autotp.ownership.engine import Ownership
 from autotp.ownership.nodes import core, varies
 
-Sets = dict[int, tuple[tuple[int, ...], ...]]  # dim -> for each rank the indices it holds
+Sets = dict[int, tuple[Sequence[int], ...]]  # dim -> for each rank the indices it holds
 
 
 class NotARectangle(Exception):
@@ -70,17 +71,23 @@ class Dealing:
             per_rank.append(axes)
         for d in range(o.ndim):
             if ranks.shape[d] > 1 and any(len(axes[d]) < o.shape[d] for axes in per_rank):
-                out[d] = tuple(tuple(axes[d].tolist()) for axes in per_rank)
+                out[d] = tuple(indices(axes[d]) for axes in per_rank)
         return out
 
-    def of_nodes(self, nodes: Tensor) -> tuple[tuple[int, ...], ...]:
+    def of_nodes(self, nodes: Tensor) -> tuple[Sequence[int], ...]:
         """Who holds which index of a vector of nodes."""
         ranks = self.ranks(nodes)
-        return tuple(tuple(np.flatnonzero(ranks == r).tolist()) for r in range(self.tp))
+        return tuple(indices(np.flatnonzero(ranks == r)) for r in range(self.tp))
 
     def local_shape(self, tid: int, rank: int) -> tuple[int, ...]:
         """The shape that a rank holds of a tensor."""
         return local_shape(self.own.shape(tid), self.sets(tid), rank)
+
+
+def indices(a: np.ndarray) -> Sequence[int]:
+    """Sorted indices in their shortest form: a range where they are contiguous."""
+    n = len(a)
+    return range(int(a[0]), int(a[-1]) + 1) if n and a[-1] - a[0] + 1 == n else tuple(a.tolist())
 
 
 def local_shape(shape: tuple[int, ...], sets: Sets, rank: int) -> tuple[int, ...]:

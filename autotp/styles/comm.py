@@ -15,8 +15,9 @@ calls enter and leave *f* and *g*.)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -83,17 +84,25 @@ class _Gather(torch.autograd.Function):
         sizes = [len(i) for i in indices]
         parts = ranks.all_parts(_padded(x, dim, max(sizes)).contiguous())
         whole = torch.cat([p.narrow(dim, 0, n) for p, n in zip(parts, sizes, strict=True)], dim)
-        order = [i for rank in indices for i in rank]
-        if order == list(range(len(order))):
-            return whole
-        back = torch.empty(max(order) + 1, dtype=torch.int64)
-        back[torch.tensor(order)] = torch.arange(len(order))
-        return whole.index_select(dim, back.to(x.device))
+        places = _places(indices)
+        return whole if places is None else whole.index_select(dim, places.to(x.device))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         grad = enter(grad, ctx.ranks) if torch.is_grad_enabled() else grad
         return part(grad, ctx.dim, ctx.mine), None, None, None
+
+
+@lru_cache(maxsize=4096)
+def _places(indices: Indices) -> Tensor | None:
+    """Where in the concatenated parts each element of the whole is; None if it is in order already."""
+    starts = [i.start if isinstance(i, range) else -1 for i in indices]
+    if -1 not in starts and all(a.stop == b.start for a, b in zip(indices, indices[1:], strict=False)):  # type: ignore[attr-defined]
+        return None
+    order = torch.cat([torch.tensor(i, dtype=torch.int64) for i in indices])
+    places = torch.empty(int(order.max()) + 1, dtype=torch.int64)
+    places[order] = torch.arange(len(order))
+    return places
 
 
 class _Once(torch.autograd.Function):
@@ -152,12 +161,11 @@ def once(x: Tensor, ranks: Ranks) -> Tensor:
     return _Once.apply(x, ranks.rank == 0)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def part(x: Tensor, dim: int, indices: tuple[int, ...]) -> Tensor:
+def part(x: Tensor, dim: int, indices: Sequence[int]) -> Tensor:
     """The elements of a whole tensor at ``indices`` along ``dim``: a view where they are contiguous."""
-    n = len(indices)
-    if n and indices[-1] - indices[0] + 1 == n and all(b - a == 1 for a, b in zip(indices, indices[1:], strict=False)):
-        return x.narrow(dim, indices[0], n)
-    return x.index_select(dim, torch.tensor(indices, device=x.device))
+    if isinstance(indices, range):
+        return x.narrow(dim, indices.start, len(indices))
+    return x.index_select(dim, torch.tensor(indices, dtype=torch.int64, device=x.device))
 
 
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:

@@ -7,7 +7,7 @@ edge of the cut region, and, only where the module's own calls must be edited, a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,7 @@ class BoundCall:
     operands: tuple[tuple[int, Change], ...]
     numbers: tuple[tuple[int, NumberEdit], ...]
     results: tuple[tuple[int, Change], ...]
-    rows: tuple[int, ...] | None
+    rows: Sequence[int] | None
     random: bool
 
     @classmethod
@@ -104,13 +104,13 @@ class BoundCall:
         return rebuild(outs, out_spec)
 
 
-def look_up(rows: tuple[int, ...], func: Any, args: Any, kwargs: Any) -> Tensor:
+def look_up(rows: Sequence[int], func: Any, args: Any, kwargs: Any) -> Tensor:
     """An embedding of which this rank has some rows: the others give zeros."""
     given = torch_hooks.embedding_arguments(func, args, kwargs)
     ids, weight, padding = given["ids"], given["weight"], given["padding_idx"]
     if not rows:
         return weight.new_zeros((*ids.shape, weight.shape[1])) + weight.sum() * 0
-    if rows[-1] - rows[0] + 1 == len(rows):
+    if isinstance(rows, range):
         local, missing = ids - rows[0], (ids < rows[0]) | (ids > rows[-1])
     else:
         place = torch.full((int(max(rows[-1], int(ids.max()))) + 1,), -1, dtype=ids.dtype, device=ids.device)
