@@ -16,7 +16,7 @@ from torch import nn
 from autotp import torch_hooks
 from autotp.errors import ProofError
 from autotp.ownership.dealing import Dealing, NotARectangle
-from autotp.ownership.engine import RULES, Choices, Ownership, find_rule
+from autotp.ownership.engine import Choices, Ownership, find_rule, rule_of
 from autotp.ownership.rules_movement import movement
 from autotp.ownership.rules_pointwise import pointwise
 from autotp.ownership.state import Owned, Weights
@@ -136,7 +136,7 @@ class Search:
 
     @staticmethod
     def _only_source(own: Ownership, op: Op) -> int | None:
-        found = RULES.get(op.func.overloadpacket)
+        found = rule_of(op.func)
         if not (found in (movement, pointwise) or (found is None and torch_hooks.is_pointwise(op.func))) or op.writes:
             return None
         ins = list(dict.fromkeys(op.ins))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from autotp import torch_hooks
 from autotp.errors import AutotpError
 from autotp.ownership.dealing import Dealing, local_shape
-from autotp.ownership.engine import RULES
+from autotp.ownership.engine import rule_of
 from autotp.ownership.rules_movement import cat, movement
 from autotp.program import CallEdit, NumberEdit
 from autotp.trace import Call, Trace, Traced, make_twin, run
@@ -221,7 +221,7 @@ class Prover:
 
     def _only(self, call: Call, rules: set[Any]) -> bool:
         ops = self.trace.ops[call.start : call.stop]
-        return bool(ops) and all(RULES.get(op.func.overloadpacket) in rules or _creates(op.func) for op in ops)
+        return bool(ops) and all(rule_of(op.func) in rules or _creates(op.func) for op in ops)
 
     def _any_row(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Stand-in indices: at run time each rank looks up only rows it has."""

@@ -24,13 +24,11 @@ RULES: dict[Any, Rule] = {}
 
 
 def rule(*packets: str) -> Callable[[Rule], Rule]:
-    """Register a rule for aten operations by name; names this torch does not have are skipped."""
+    """Register a rule for operations by name (aten's, or ``namespace::name``)."""
 
     def register(f: Rule) -> Rule:
         for name in packets:
-            packet = getattr(torch.ops.aten, name, None)
-            if packet is not None:
-                RULES[packet] = f
+            RULES[name if "::" in name else f"aten::{name}"] = f
         return f
 
     return register
@@ -267,6 +265,11 @@ class Ownership:
         self.partial.clear()
 
 
+def rule_of(func: Any) -> Rule | None:
+    """The rule registered for an operation, if any."""
+    return RULES.get(func.overloadpacket._qualified_op_name)
+
+
 def find_rule(op: Op) -> Rule:
     """The rule for an operation: by name, by torch's pointwise tag, else everything whole."""
     from autotp import torch_hooks
@@ -274,7 +277,7 @@ def find_rule(op: Op) -> Rule:
     from autotp.ownership.rules_pointwise import pointwise
 
     func = torch_hooks.functional(op.func)
-    found = RULES.get(op.func.overloadpacket) or RULES.get(func.overloadpacket)
+    found = rule_of(op.func) or rule_of(func)
     if found is not None:
         return found
     return pointwise if torch_hooks.is_pointwise(func) else no_rule

@@ -34,6 +34,19 @@ def bmm(own: Ownership, op: Op) -> None:
     product(own, op, op.args[0].tid, "bmk", op.args[1].tid, "bkn", "bmn")
 
 
+@rule("_grouped_mm", "transformers::grouped_mm_fallback")
+def grouped_mm(own: Ownership, op: Op) -> None:
+    """One matrix product per group of rows (experts): as a product whose weights have one dim more."""
+    a, b = op.args[0].tid, op.args[1].tid
+    if len(own.shape(b)) != 3:
+        return no_rule(own, op)
+    for t in op.ins:
+        if t not in (a, b):
+            own.want(t)
+    batched = len(own.shape(a)) == 3
+    return product(own, op, a, "etk" if batched else "tk", b, "ekn", "etn" if batched else "tn")
+
+
 @rule("addmm", "addmv")
 def addmm(own: Ownership, op: Op) -> None:
     """A matrix product and something added, once."""
@@ -118,7 +131,7 @@ def _linear(own: Ownership, op: Op, x: int, lx: str, w: int, lw: str, lout: str)
     state = own.states[w]
     assert isinstance(state, Weights)
     for d, c in enumerate(lw):
-        own.role(state, d, ("batch" if c in lx else "out") if c in lout else "in")
+        own.role(state, d, ("batch" if c in lx else "out") if c in lout else "in" if c in lx else "expert")
     if o is not None:
         summed = [c for c in lx if c in lw and c not in lout]
         lost = [d for d, c in enumerate(lx) if c not in lw and c not in lout]
