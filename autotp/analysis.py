@@ -70,7 +70,7 @@ class Search:
             own = Ownership(self.trace, self.tp, self.choices).run()
             if self._from_rules(own):
                 continue
-            if not whole_edges(self.trace, lambda t: own.owners(t) is not None):
+            if not whole_edges(self.trace, own.is_cut):
                 raise Refold
             try:
                 dealing = Dealing(own)
@@ -90,10 +90,7 @@ class Search:
         """Prove one rank of every different shape, and the last; ranks of equal shape take its numbers over."""
         shapes: dict[tuple[Any, ...], int] = {}
         for rank in range(self.tp):
-            key = tuple(
-                tuple(len(s[rank]) for s in dealing.sets(t).values())
-                for t in self.trace.leaves.values()
-            )
+            key = tuple(tuple(len(s[rank]) for s in dealing.sets(t).values()) for t in self.trace.leaves.values())
             twin = shapes.setdefault(key, rank)
             if twin == rank or rank == self.tp - 1:
                 Prover(self.trace, dealing, edits, rank).prove(self.model, self.args, self.kwargs)

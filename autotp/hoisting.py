@@ -79,7 +79,9 @@ class Hoisting:
         """Modules whose own code handles cut tensors, and how each was called."""
         sets = self.a.dealing.sets
         for c in self.trace.calls:
-            refs = [x.tid for x in (*c.leaves, *c.outs) if isinstance(x, Ref) and not self.trace.tensors[x.tid].parameter]
+            refs = [
+                x.tid for x in (*c.leaves, *c.outs) if isinstance(x, Ref) and not self.trace.tensors[x.tid].parameter
+            ]
             if c.module >= 0 and any(sets(t) for t in refs):
                 self._program(self.trace.module_path(c)).holds_cut = True
             if c.module >= 0:

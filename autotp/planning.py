@@ -104,7 +104,7 @@ def prepare(
     rows = rows_of(model, analysis)
     made = Plan(
         model=type(model).__name__,
-        mesh={name: size for name, size in axes.axes},
+        mesh=dict(axes.axes),
         parameters=rows,
         collectives=collectives_of(analysis, programs),
         memory=Memory.of(rows),
@@ -144,12 +144,19 @@ def _alone(model: nn.Module, axes: MeshAxes) -> Prepared:
 
     rows = whole_rows(model, "there is one tensor-parallel rank")
     mesh = dict(axes.axes)
-    return Prepared(Plan(model=type(model).__name__, mesh=mesh, parameters=rows, collectives=(), memory=Memory.of(rows)), None, {})
+    return Prepared(
+        Plan(model=type(model).__name__, mesh=mesh, parameters=rows, collectives=(), memory=Memory.of(rows)), None, {}
+    )
 
 
 def _whole(rows: tuple[Row, ...]) -> list[Finding]:
     return [
-        Finding(code="TP-WHOLE", level="warning", where=r.name, message=f"{list(r.shape)} is whole on every rank: {r.reason}")
+        Finding(
+            code="TP-WHOLE",
+            level="warning",
+            where=r.name,
+            message=f"{list(r.shape)} is whole on every rank: {r.reason}",
+        )
         for r in rows
         if len(r.shape) >= 2 and not r.is_cut and r.tied_to is None and math.prod(r.shape) > 1
     ]

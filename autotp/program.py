@@ -57,7 +57,9 @@ class CallEdit:
     local: bool = False  # an operand is a parameter of another module: its local tensor is taken here
 
     def __bool__(self) -> bool:
-        return bool(self.operands or self.results or any(self.numbers.values()) or self.rows or self.random or self.local)
+        return bool(
+            self.operands or self.results or any(self.numbers.values()) or self.rows or self.random or self.local
+        )
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,7 @@ class Lowering:
 
         name = op.func.overloadpacket.__name__
         shape, out_shape = self.own.shape(source), self.own.shape(tid)
-        if torch_hooks.is_pointwise(op.func) or name in IDENTITY or shape == out_shape and name in _SAME:
+        if torch_hooks.is_pointwise(op.func) or name in IDENTITY or (shape == out_shape and name in _SAME):
             if shape == out_shape:
                 return edit
             raise CannotEdit(call.index, f"{call.name} broadcasts an operand before it is cut")
@@ -242,7 +244,9 @@ class Lowering:
     def _check_aliases(self, call: Call, edit: CallEdit) -> None:
         """An edit makes a new tensor; where a write should have reached the old one, it must not be made."""
         tensors = self.trace.tensors
-        changed = {tensors[call.leaves[i].tid].storage for i, e in edit.operands.items() if e.gather or e.slice or e.once}
+        changed = {
+            tensors[call.leaves[i].tid].storage for i, e in edit.operands.items() if e.gather or e.slice or e.once
+        }
         made = {tensors[x.tid].storage for x in call.outs if isinstance(x, Ref)}
         ins = {t for i in range(call.start, call.stop) for t in self.trace.ops[i].ins}
         views = {tensors[t].storage for t in ins if self.own.made_in.get(t) != call.index} & made

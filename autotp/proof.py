@@ -28,6 +28,7 @@ from autotp.trace import Call, Trace, Traced, make_twin, run
 from autotp.trees import Ref, flatten, rebuild
 
 MAX_TAGS = 1 << 23
+Numbers = dict[int, NumberEdit]
 MAX_TRIES = 300
 
 
@@ -127,7 +128,7 @@ class Prover:
             if isinstance(ref, Ref):
                 self._check_operand(call, x, ref.tid)
                 op = edit.operands.get(i)
-                for d, per_rank in op.gather if op else ():
+                for d, _ in op.gather if op else ():
                     x = _resized(x, d, self.trace.tensors[ref.tid].shape[d])
                 for d, per_rank in op.slice if op else ():
                     x = _select(x, d, per_rank[self.rank])
@@ -143,9 +144,9 @@ class Prover:
             raise Unproven(call.index, f"{call.name} gets {found} where a rank's part is {shape}")
         there = self.trace.objects[tid]
         changed = self.trace.tensors[tid].storage in self.written
-        if not changed and not self.dealing.sets(tid) and _real(x) and _real(there) and x.numel() <= 65536:
-            if not torch.equal(x, there) and self.trace.tensors[tid].real and not _nan_equal(x, there):
-                raise Unproven(call.index, f"{call.name} gets other numbers on a rank's part")
+        known = self.trace.tensors[tid].real and not changed and not self.dealing.sets(tid)
+        if known and _real(x) and _real(there) and x.numel() <= 65536 and not _same(x, there):
+            raise Unproven(call.index, f"{call.name} gets other numbers on a rank's part")
 
     def _wanted(self, call: Call, i: int, x: Any) -> tuple[int, ...] | None:
         """The local shape of a result before its edit."""
@@ -191,7 +192,14 @@ class Prover:
         raise Unproven(call.index, f"{call.name} at {where} cannot be made to work on a rank's part: {error}")
 
     def _wrong(
-        self, call: Call, leaves: list[Any], tried: dict[int, NumberEdit], result: Any, wanted: list[Any], tags: Any, spec: Any
+        self,
+        call: Call,
+        leaves: list[Any],
+        tried: dict[int, NumberEdit],
+        result: Any,
+        wanted: list[Any],
+        tags: Any,
+        spec: Any,
     ) -> str | None:
         outs = flatten(result)[0]
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in outs]
@@ -312,7 +320,9 @@ class Prover:
             start += n
         return out
 
-    def _moved_wrong(self, call: Call, tried: dict[int, NumberEdit], leaves: list[Any], spec: Any, tags: Any) -> str | None:
+    def _moved_wrong(
+        self, call: Call, tried: dict[int, NumberEdit], leaves: list[Any], spec: Any, tags: Any
+    ) -> str | None:
         edit = self.edits[call.index]
         local = []
         for i, ref in enumerate(call.leaves):
@@ -344,7 +354,7 @@ class Prover:
                 continue
             ref = call.outs[i]
             r = edit.results.get(i)
-            for d, s in (r.gather if r and r.gather else self.dealing.sets(ref.tid).items()):
+            for d, s in r.gather if r and r.gather else self.dealing.sets(ref.tid).items():
                 w = _select(w, d, s[self.rank])
             if not torch.equal(w, p):
                 return "moves elements to other places on a rank's part"
@@ -364,7 +374,9 @@ def edited(x: Any, edit: NumberEdit) -> Any:
 
 
 def _creates(func: Any) -> bool:
-    return not any(a.type.kind() == "TensorType" for a in func._schema.arguments) or func.overloadpacket.__name__.startswith("new_")
+    return not any(
+        a.type.kind() == "TensorType" for a in func._schema.arguments
+    ) or func.overloadpacket.__name__.startswith("new_")
 
 
 _FREE = {movement, cat}
@@ -374,8 +386,10 @@ def _real(x: Tensor) -> bool:
     return not isinstance(x, Traced) and not x.is_meta
 
 
-def _nan_equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(torch.isclose(a, b, equal_nan=True).all()) if a.is_floating_point() else False
+def _same(a: Tensor, b: Tensor) -> bool:
+    if torch.equal(a, b):
+        return True
+    return a.is_floating_point() and a.shape == b.shape and bool(torch.isclose(a, b, equal_nan=True).all())
 
 
 def _select(x: Tensor, dim: int, indices: Sequence[int]) -> Tensor:

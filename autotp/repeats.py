@@ -80,7 +80,7 @@ class Repeats:
     def _inputs(self, args: Any, kwargs: Any) -> Any:
         from autotp.trees import flatten, key_paths
 
-        out = []
+        out: list[Any] = []
         tree = (args, kwargs)
         for path, x in zip(key_paths(tree), flatten(tree)[0], strict=True):
             if isinstance(x, Tensor):
@@ -162,7 +162,9 @@ def whole_edges(trace: Any, is_cut: Callable[[int], bool]) -> bool:
 
 
 def _signature(module: nn.Module, position: int) -> Any:
-    params = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module._parameters.items() if p is not None)
+    params = tuple(
+        (n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module._parameters.items() if p is not None
+    )
     buffers = tuple((n, _buffer(b)) for n, b in module._buffers.items() if b is not None)
     attributes = tuple((k, _value(v, position, 0)) for k, v in module.__dict__.items() if k not in _OWN)
     children = tuple((n, _signature(c, position)) for n, c in module._modules.items() if c is not None)

@@ -49,11 +49,17 @@ class Forced:
             if dim is not None and got != dim and name in self.styles:
                 style, rule = self.styles[name]
                 reasons = analysis.own.reasons.get(tid, [])
-                why = analysis.notes.get(tid) or (reasons[-1] if reasons else "it does not fit what computes with it")
-                raise RuleError(f"{name}: {rule} asks for {style}, which cannot be proved: {why}. Take the rule out, or use another style.")
+                last = reasons[-1] if reasons else "it does not fit what computes with it"
+                why = analysis.notes.get(tid) or last
+                raise RuleError(
+                    f"{name}: {rule} asks for {style}, which cannot be proved: {why}. "
+                    "Take the rule out, or use another style."
+                )
 
 
-def resolve(model: nn.Module, rules: Mapping[str, str] | None, plan: Plan | str | Path | None, min_bytes: int) -> Forced:
+def resolve(
+    model: nn.Module, rules: Mapping[str, str] | None, plan: Plan | str | Path | None, min_bytes: int
+) -> Forced:
     """Match rules and plan rows against the model's parameters.
 
     Raises:

@@ -29,7 +29,9 @@ from autotp.styles.random import SharedDraws
 class LocalStyle(ParallelStyle):
     """Hands one module its part of every parameter of its own, and runs it by its program."""
 
-    def __init__(self, program: ModuleProgram, made: dict[int, nn.Parameter], layouts: dict[str, Any], ranks: Ranks) -> None:
+    def __init__(
+        self, program: ModuleProgram, made: dict[int, nn.Parameter], layouts: dict[str, Any], ranks: Ranks
+    ) -> None:
         super().__init__()
         self.program, self.made, self.layouts, self.ranks = program, made, layouts, ranks
 
@@ -62,9 +64,10 @@ def _cut_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
     """An ordinary state dict loads into a sharded model: every rank takes its part of each tensor."""
     for name, p in (*module._parameters.items(), *module._buffers.items()):
         full = state.get(prefix + name)
-        if p is not None and torch_hooks.is_dtensor(p) and full is not None and not torch_hooks.is_dtensor(full):
-            if tuple(full.shape) == tuple(p.shape) and p.device_mesh.ndim == 1:
-                state[prefix + name] = distribute(full.to(p.device), p.device_mesh, layout_of(p))
+        if not torch_hooks.is_dtensor(p) or full is None or torch_hooks.is_dtensor(full):
+            continue
+        if tuple(full.shape) == tuple(p.shape) and p.device_mesh.ndim == 1:
+            state[prefix + name] = distribute(full.to(p.device), p.device_mesh, layout_of(p))
 
 
 def _replace_in_lists(module: nn.Module, old: Any, new: Any) -> None:
@@ -113,7 +116,7 @@ def shard(
     )  # fmt: skip
     if axes.tp == 1:
         return model
-    tp_mesh = mesh if mesh.ndim == 1 else mesh[axes.tp_name]
+    tp_mesh = mesh if mesh.ndim == 1 else mesh[axes.tp_name or "tp"]
     ranks = Ranks(tp_mesh.get_group(), tp_mesh.get_local_rank(), tp_mesh.size())
     _agree(prepared.plan, ranks)
     _share_first(model, ranks)
@@ -171,8 +174,10 @@ def _agree(plan: Plan, ranks: Ranks) -> None:
     other = next((i for i, p in enumerate(plans) if p != plans[0]), 0)
     pairs = zip(plans[0], plans[other], strict=False)
     first = next(((a, b) for a, b in pairs if a != b), None)
-    where = f"first at {first[0][0]}: {first[0][1:]} against {first[1][0]}: {first[1][1:]}" if first else (
-        f"{len(plans[0])} against {len(plans[other])} parameters"
+    where = (
+        f"first at {first[0][0]}: {first[0][1:]} against {first[1][0]}: {first[1][1:]}"
+        if first
+        else (f"{len(plans[0])} against {len(plans[other])} parameters")
     )
     raise PlanError(f"the ranks hold different models, rules or inputs: rank 0 and rank {other} differ, {where}")
 

@@ -8,12 +8,12 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-import torch.distributed.tensor
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 _aten = torch.ops.aten
 
@@ -140,7 +140,7 @@ _METADATA_NAMES = {
 _KEPT_PROPERTIES = {"T", "mT", "H", "mH", "real", "imag", "data"}
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def is_metadata(func: Any) -> bool:
     """Whether a torch function only reads a tensor's shape, dtype and the like."""
     name = getattr(func, "__name__", "")
@@ -159,9 +159,13 @@ def opened(func: Any) -> Any | None:
     if func is not F.multi_head_attention_forward:
         return None
     never = {n: (lambda *a, **k: False) for n in func.__globals__ if n.startswith("has_torch_function")}
-    return types.FunctionType(
-        func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__
-    ) if func.__kwdefaults__ is None else _with_kwdefaults(func, never)
+    return (
+        types.FunctionType(
+            func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__
+        )
+        if func.__kwdefaults__ is None
+        else _with_kwdefaults(func, never)
+    )
 
 
 def _with_kwdefaults(func: Any, never: dict[str, Any]) -> Any:
@@ -189,10 +193,10 @@ def _is_own(code: types.CodeType) -> bool:
     return code.co_filename.startswith(_OWN_DIR) or code.co_filename == _TORCH_OVERRIDES
 
 
-def call_site(depth: int = 2, base: types.FrameType | None = None) -> tuple[Any, ...] | None:
+def call_site(depth: int = 2, base: types.FrameType | None = None) -> tuple[Any, ...]:
     """Where in the running module's code a torch function was called: (code, instruction) from the inside out.
 
-    With ``base``, the frame that runs the forward in question, None for calls that another module's forward makes.
+    With ``base``, the frame that runs the forward in question, empty for calls that another module's forward makes.
     """
     frame: types.FrameType | None = sys._getframe(depth)
     chain = []
@@ -200,7 +204,7 @@ def call_site(depth: int = 2, base: types.FrameType | None = None) -> tuple[Any,
         code = frame.f_code
         if is_boundary(code):
             if base is not None and frame is not base:
-                return None
+                return ()
             break
         if not _is_own(code):
             chain.append((code, frame.f_lasti))
@@ -243,6 +247,7 @@ def kept_rng() -> Iterator[None]:
     finally:
         torch.set_rng_state(state)
 
+
 _RANDOM_NAMES = {
     "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout",
     "scaled_dot_product_attention", "rrelu", "rrelu_", "dropout_", "bernoulli", "bernoulli_", "gumbel_softmax",
@@ -253,6 +258,7 @@ _RANDOM_NAMES = {
 def may_be_random(func: Any) -> bool:
     """Whether a torch function draws numbers under some of its arguments (dropout in training)."""
     return getattr(func, "__name__", "") in _RANDOM_NAMES
+
 
 CONTENT_FREE = {torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, Tensor.new_zeros, Tensor.new_ones}
 
@@ -266,9 +272,9 @@ def no_modes() -> Iterator[None]:
         yield
 
 
-def is_dtensor(x: Any) -> bool:
+def is_dtensor(x: Any) -> TypeGuard[DTensor]:
     """Whether something is a DTensor."""
-    return isinstance(x, torch.distributed.tensor.DTensor)
+    return isinstance(x, DTensor)
 
 
 def embedding_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -317,8 +323,8 @@ def custom_functions(note: Any) -> Iterator[None]:
             return run(*args, **kwargs)
         return note(cls, run, args, kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    torch.autograd.Function.apply = classmethod(apply)
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        torch.autograd.Function.apply = original

@@ -36,10 +36,10 @@ MAX_REAL_NUMEL = 1 << 22
 class Traced(torch.Tensor):
     """A float tensor without data: it reports a CPU device and carries a meta tensor inside."""
 
-    inner: Tensor
+    inner: Tensor  # type: ignore[assignment]  # torch keeps that name for Tensor.inner
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> Traced:
+    def __new__(cls: type[Traced], inner: Tensor) -> Traced:
         out = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
@@ -47,18 +47,20 @@ class Traced(torch.Tensor):
             storage_offset=inner.storage_offset(),
             dtype=inner.dtype,
             layout=inner.layout,
-            device="cpu",
+            device=torch.device("cpu"),
         )
         out.inner = inner
         return out
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise AutotpError(f"{func} was called on a traced tensor outside of the recorded run")
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Traced({tuple(self.shape)}, {self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Traced:
@@ -385,7 +387,7 @@ def _leaf(t: Tensor, shape: tuple[int, ...], parameter: bool) -> Tensor:
     meta = torch.empty(shape, dtype=t.dtype, device="meta")
     if parameter:
         out = Traced(meta)
-        out._is_param = True  # type: ignore[attr-defined]  # what isinstance(_, nn.Parameter) looks at
+        out._is_param = True  # what isinstance(_, nn.Parameter) looks at
         return out
     whole_numbers = not (t.is_floating_point() or t.is_complex())
     if tuple(t.shape) != shape:

@@ -33,7 +33,9 @@ def collectives_of(analysis: Analysis, programs: dict[str, ModuleProgram]) -> tu
                 forward.append(_one(analysis, where, "all_gather", "forward", tid))
             if e.enter and (trace.tensors[tid].parameter or tid not in entered):
                 entered.add(tid)
-                backward.append(_one(analysis, _place(trace, edge, c.module, tid) or where, "all_reduce", "backward", tid))
+                backward.append(
+                    _one(analysis, _place(trace, edge, c.module, tid) or where, "all_reduce", "backward", tid)
+                )
         for i, r in edit.results.items():
             if isinstance(c.outs[i], Ref):
                 kind = "all_reduce" if r.leave else "all_gather"
@@ -60,7 +62,7 @@ def _with_skipped(trace: Trace, found: list[Collective]) -> list[Collective]:
     return out
 
 
-def _place(trace, edge, module: int, tid: int) -> str | None:  # type: ignore[no-untyped-def]
+def _place(trace: Trace, edge: dict[tuple[int, int], str], module: int, tid: int) -> str | None:
     while module >= 0:
         if (module, tid) in edge:
             return str(edge[module, tid])

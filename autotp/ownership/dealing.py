@@ -65,7 +65,9 @@ class Dealing:
         per_rank: list[list[np.ndarray]] = []
         for r in range(self.tp):
             mine = ranks == r
-            axes = [np.flatnonzero(mine.any(axis=tuple(i for i in range(mine.ndim) if i != d))) for d in range(mine.ndim)]
+            axes = [
+                np.flatnonzero(mine.any(axis=tuple(i for i in range(mine.ndim) if i != d))) for d in range(mine.ndim)
+            ]
             if not mine.any() or mine.sum() != np.prod([len(a) for a in axes]):
                 raise NotARectangle(tid)
             per_rank.append(axes)

@@ -96,6 +96,10 @@ class Ownership:
                     return self.spread(v, self.shape(tid))
         return None
 
+    def is_cut(self, tid: int) -> bool:
+        """Whether ranks hold parts of a tensor."""
+        return self.owners(tid) is not None
+
     def open_weights(self, tid: int) -> Weights | None:
         """The weights state of a tensor whose cut is not settled yet."""
         s = self.states.get(tid)

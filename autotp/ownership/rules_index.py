@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -77,7 +80,7 @@ def _rows(own: Ownership, op: Op, tid: int, touched: list[int], others: list[int
     return own.put(op, _with_indices(own, op, lambda p: compress(moved(p, tid, merged, shapes)[0])))
 
 
-def _with_indices(own: Ownership, op: Op, run):  # type: ignore[no-untyped-def]
+def _with_indices(own: Ownership, op: Op, run: Callable[[Op], Any]) -> Any:
     """Run with recorded indices in place of references; an operation whose indices are unknown uses zeros."""
     from autotp.trace import Traced
     from autotp.trees import flatten, rebuild
@@ -133,13 +136,34 @@ def gather(own: Ownership, op: Op) -> None:
         return no_rule(own, op)
     own.want(tid, "own")
     own.want(index_tid, "as", {d: (op.outs[0], d) for d in range(len(shape)) if d != dim})
-    return own.put(op, merged.narrow(dim, 0, 1).expand([n if d == dim else m for d, (n, m) in
-                                                        enumerate(zip(out_shape, merged.shape, strict=True))]))
+    return own.put(
+        op,
+        merged.narrow(dim, 0, 1).expand(
+            [n if d == dim else m for d, (n, m) in enumerate(zip(out_shape, merged.shape, strict=True))]
+        ),
+    )
 
 
-@rule("index_put", "index_put_", "index_add", "index_add_", "index_copy", "index_copy_", "scatter", "scatter_", "scatter_add",
-      "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_fill", "masked_scatter", "masked_scatter_", "slice_scatter",
-      "select_scatter", "index_reduce")  # fmt: skip
+@rule(
+    "index_put",
+    "index_put_",
+    "index_add",
+    "index_add_",
+    "index_copy",
+    "index_copy_",
+    "scatter",
+    "scatter_",
+    "scatter_add",
+    "scatter_add_",
+    "scatter_reduce",
+    "scatter_reduce_",
+    "index_fill",
+    "masked_scatter",
+    "masked_scatter_",
+    "slice_scatter",
+    "select_scatter",
+    "index_reduce",
+)
 def scatter(own: Ownership, op: Op) -> None:
     """Writes by index need whole tensors."""
     own.all_whole(op, f"op {op.func} writes by index")

@@ -332,7 +332,7 @@ def carry_partial(own: Ownership, op: Op) -> None:
             own.note(t, "is added once, after the sum over the ranks")
             own.want(t, "once")
     elif name in ("mul", "div"):
-        if any(own.trace.tensors[t].grad for t in others) or name == "div" and op.args[0].tid not in own.partial:
+        if any(own.trace.tensors[t].grad for t in others) or (name == "div" and op.args[0].tid not in own.partial):
             return _stop_partial(own, op)
     elif name not in _LINEAR:
         return _stop_partial(own, op)

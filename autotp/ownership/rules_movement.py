@@ -50,10 +50,41 @@ def _pad(o: Tensor, pad: Any) -> Tensor:
     return o
 
 
-@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "permute", "transpose", "t", "expand", "select", "slice", "numpy_T",
-      "narrow", "unsqueeze", "squeeze", "split", "split_with_sizes", "unbind", "chunk", "flip", "roll", "repeat",
-      "diagonal", "unfold", "movedim", "constant_pad_nd", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
-      "rot90", "tile", "real", "imag", *IDENTITY)  # fmt: skip
+@rule(
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "_reshape_alias",
+    "permute",
+    "transpose",
+    "t",
+    "expand",
+    "select",
+    "slice",
+    "numpy_T",
+    "narrow",
+    "unsqueeze",
+    "squeeze",
+    "split",
+    "split_with_sizes",
+    "unbind",
+    "chunk",
+    "flip",
+    "roll",
+    "repeat",
+    "diagonal",
+    "unfold",
+    "movedim",
+    "constant_pad_nd",
+    "pixel_shuffle",
+    "pixel_unshuffle",
+    "channel_shuffle",
+    "rot90",
+    "tile",
+    "real",
+    "imag",
+    *IDENTITY,
+)
 def movement(own: Ownership, op: Op) -> None:
     """Move the owners as the elements are moved."""
     tid = op.ins[0]
@@ -176,7 +207,7 @@ def spatial(own: Ownership, op: Op, dims: int) -> None:
     """Pooling, resampling and the like over the last dims: every channel on its own."""
     tid = op.ins[0]
     o = own.owners(tid)
-    if o is None or len(op.ins) > 1 and any(own.owners(t) is not None for t in op.ins[1:]):
+    if o is None or (len(op.ins) > 1 and any(own.owners(t) is not None for t in op.ins[1:])):
         return own.all_whole(op, f"op {op.func} works on whole tensors")
     merged = own.merge_along(o, list(range(o.ndim - dims, o.ndim)))
     if merged is None:
@@ -191,24 +222,59 @@ def spatial(own: Ownership, op: Op, dims: int) -> None:
             own.put(op, merged.expand(own.shape(t)), i)
 
 
-@rule("max_pool2d_with_indices", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "_adaptive_avg_pool2d",
-      "adaptive_max_pool2d", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa",
-      "_upsample_bicubic2d_aa", "_upsample_nearest_exact2d", "reflection_pad2d", "replication_pad2d", "grid_sampler_2d",
-      "mkldnn_max_pool2d", "fractional_max_pool2d")  # fmt: skip
+@rule(
+    "max_pool2d_with_indices",
+    "max_pool2d",
+    "avg_pool2d",
+    "adaptive_avg_pool2d",
+    "_adaptive_avg_pool2d",
+    "adaptive_max_pool2d",
+    "upsample_nearest2d",
+    "upsample_bilinear2d",
+    "upsample_bicubic2d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+    "_upsample_nearest_exact2d",
+    "reflection_pad2d",
+    "replication_pad2d",
+    "grid_sampler_2d",
+    "mkldnn_max_pool2d",
+    "fractional_max_pool2d",
+)
 def spatial_2d(own: Ownership, op: Op) -> None:
     """The last two dims are space."""
     spatial(own, op, 2)
 
 
-@rule("max_pool1d", "avg_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d", "upsample_nearest1d", "upsample_linear1d",
-      "reflection_pad1d", "replication_pad1d", "max_pool1d_with_indices", "_upsample_nearest_exact1d")  # fmt: skip
+@rule(
+    "max_pool1d",
+    "avg_pool1d",
+    "adaptive_avg_pool1d",
+    "adaptive_max_pool1d",
+    "upsample_nearest1d",
+    "upsample_linear1d",
+    "reflection_pad1d",
+    "replication_pad1d",
+    "max_pool1d_with_indices",
+    "_upsample_nearest_exact1d",
+)
 def spatial_1d(own: Ownership, op: Op) -> None:
     """The last dim is space."""
     spatial(own, op, 1)
 
 
-@rule("max_pool3d_with_indices", "avg_pool3d", "adaptive_avg_pool3d", "_adaptive_avg_pool3d", "adaptive_max_pool3d",
-      "upsample_nearest3d", "upsample_trilinear3d", "reflection_pad3d", "replication_pad3d", "grid_sampler_3d")  # fmt: skip
+@rule(
+    "max_pool3d_with_indices",
+    "avg_pool3d",
+    "adaptive_avg_pool3d",
+    "_adaptive_avg_pool3d",
+    "adaptive_max_pool3d",
+    "upsample_nearest3d",
+    "upsample_trilinear3d",
+    "reflection_pad3d",
+    "replication_pad3d",
+    "grid_sampler_3d",
+)
 def spatial_3d(own: Ownership, op: Op) -> None:
     """The last three dims are space."""
     spatial(own, op, 3)

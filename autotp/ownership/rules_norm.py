@@ -35,8 +35,16 @@ def layer_norm(own: Ownership, op: Op) -> None:
     return None
 
 
-@rule("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "cudnn_batch_norm",
-      "_batch_norm_with_update", "_batch_norm_no_update", "batch_norm", "_batch_norm_with_update_functional")  # fmt: skip
+@rule(
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit_no_training",
+    "cudnn_batch_norm",
+    "_batch_norm_with_update",
+    "_batch_norm_no_update",
+    "batch_norm",
+    "_batch_norm_with_update_functional",
+)
 def batch_norm(own: Ownership, op: Op) -> None:
     """Every channel on its own; running statistics are cut with the channels."""
     x = op.args[0].tid

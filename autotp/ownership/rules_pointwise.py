@@ -10,13 +10,36 @@ from autotp.ownership.state import Owned, Vec, Weights
 from autotp.trace import Op
 
 
-@rule("where", "masked_fill", "masked_fill_", "fill_", "zero_", "copy_", "copy", "dropout", "native_dropout", "bernoulli_",
-      "bernoulli", "rrelu_with_noise", "_prelu_kernel", "clamp", "lerp", "addcmul", "addcdiv", "triu", "tril",
-      "nan_to_num", "log_sigmoid_forward", "frexp", "_fused_dropout", "rand_like",
-      "randn_like")  # fmt: skip
+@rule(
+    "where",
+    "masked_fill",
+    "masked_fill_",
+    "fill_",
+    "zero_",
+    "copy_",
+    "copy",
+    "dropout",
+    "native_dropout",
+    "bernoulli_",
+    "bernoulli",
+    "rrelu_with_noise",
+    "_prelu_kernel",
+    "clamp",
+    "lerp",
+    "addcmul",
+    "addcdiv",
+    "triu",
+    "tril",
+    "nan_to_num",
+    "log_sigmoid_forward",
+    "frexp",
+    "_fused_dropout",
+    "rand_like",
+    "randn_like",
+)
 def pointwise(own: Ownership, op: Op) -> None:
     """Owners of all operands merge element by element; a parameter that varies along a cut dim is cut with it."""
-    tids = [t for t in dict.fromkeys(op.ins)]
+    tids = list(dict.fromkeys(op.ins))
     out = op.outs[0]
     weights = [isinstance(own.states.get(t), Weights) for t in tids]
     constant = [own.states.get(t) is None and not own.trace.tensors[t].grad for t in tids]
@@ -109,6 +132,6 @@ def agreeing(own: Ownership, vecs: list[Vec]) -> tuple[Vec, ...]:
     for dim in dict.fromkeys(v.dim for v in vecs):
         here = [v for v in vecs if v.dim == dim]
         single = len({v.param for v in here}) == len(here)
-        if len({v.param for v in here}) == 1 or single and all(own.merge(here[0].nodes, v.nodes) for v in here[1:]):
+        if len({v.param for v in here}) == 1 or (single and all(own.merge(here[0].nodes, v.nodes) for v in here[1:])):
             kept += here
     return tuple(kept)

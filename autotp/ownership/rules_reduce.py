@@ -38,10 +38,48 @@ def result_dim(d: int, dims: list[int], keep: bool) -> int | None:
     return d if keep else d - sum(x < d for x in dims)
 
 
-@rule("sum", "mean", "amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean", "logsumexp", "prod", "any", "all",
-      "argmax", "argmin", "linalg_vector_norm", "norm", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "_softmax",
-      "_log_softmax", "_safe_softmax", "softmax", "log_softmax", "sort", "argsort", "topk", "median", "nanmedian", "kthvalue",
-      "mode", "nansum", "count_nonzero", "aminmax", "cumsum_", "renorm")  # fmt: skip
+@rule(
+    "sum",
+    "mean",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "var",
+    "std",
+    "var_mean",
+    "std_mean",
+    "logsumexp",
+    "prod",
+    "any",
+    "all",
+    "argmax",
+    "argmin",
+    "linalg_vector_norm",
+    "norm",
+    "cumsum",
+    "cumprod",
+    "logcumsumexp",
+    "cummax",
+    "cummin",
+    "_softmax",
+    "_log_softmax",
+    "_safe_softmax",
+    "softmax",
+    "log_softmax",
+    "sort",
+    "argsort",
+    "topk",
+    "median",
+    "nanmedian",
+    "kthvalue",
+    "mode",
+    "nansum",
+    "count_nonzero",
+    "aminmax",
+    "cumsum_",
+    "renorm",
+)
 def reduce(own: Ownership, op: Op) -> None:
     """Merge owners along the dims worked along; a sum or mean may instead be completed over the ranks."""
     tid = op.ins[0]

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -96,8 +97,8 @@ class _Gather(torch.autograd.Function):
 @lru_cache(maxsize=4096)
 def _places(indices: Indices) -> Tensor | None:
     """Where in the concatenated parts each element of the whole is; None if it is in order already."""
-    starts = [i.start if isinstance(i, range) else -1 for i in indices]
-    if -1 not in starts and all(a.stop == b.start for a, b in zip(indices, indices[1:], strict=False)):  # type: ignore[attr-defined]
+    runs = [i for i in indices if isinstance(i, range)]
+    if len(runs) == len(indices) and all(a.stop == b.start for a, b in pairwise(runs)):
         return None
     order = torch.cat([torch.tensor(i, dtype=torch.int64) for i in indices])
     places = torch.empty(int(order.max()) + 1, dtype=torch.int64)
@@ -114,7 +115,7 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if torch.is_grad_enabled():
-            grad = _OnceGrad.apply(grad, ctx.first)  # type: ignore[no-untyped-call]
+            grad = _OnceGrad.apply(grad, ctx.first)
         return grad, None
 
 
@@ -126,7 +127,7 @@ class _OnceGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Once.apply(grad, ctx.first), None  # type: ignore[no-untyped-call]
+        return _Once.apply(grad, ctx.first), None
 
 
 def enter(x: Tensor, ranks: Ranks) -> Tensor:
@@ -135,8 +136,8 @@ def enter(x: Tensor, ranks: Ranks) -> Tensor:
         return x
     known = getattr(x, "_autotp_entered", None)
     if known is not None and known[0] == x._version and known[1] is ranks.group:
-        return known[2]  # type: ignore[no-any-return]
-    y: Tensor = _Enter.apply(x, ranks)  # type: ignore[no-untyped-call]
+        return known[2]
+    y: Tensor = _Enter.apply(x, ranks)
     x._autotp_entered = (x._version, ranks.group, y)  # type: ignore[attr-defined]
     return y
 
@@ -148,17 +149,17 @@ def leave(x: Tensor, ranks: Ranks) -> Tensor:
         x = x.clone()
     if not (x.requires_grad and torch.is_grad_enabled()):
         return ranks.sum_(x)
-    return _Leave.apply(x, ranks)  # type: ignore[no-any-return,no-untyped-call]
+    return _Leave.apply(x, ranks)
 
 
 def gather(x: Tensor, dim: int, indices: Indices, ranks: Ranks) -> Tensor:
     """The parts of all ranks as the whole tensor; ``indices[rank]`` says where each part's elements belong."""
-    return _Gather.apply(x, dim, indices, ranks)  # type: ignore[no-any-return,no-untyped-call]
+    return _Gather.apply(x, dim, indices, ranks)
 
 
 def once(x: Tensor, ranks: Ranks) -> Tensor:
     """Something added to a partial sum: only the first rank adds it."""
-    return _Once.apply(x, ranks.rank == 0)  # type: ignore[no-any-return,no-untyped-call]
+    return _Once.apply(x, ranks.rank == 0)
 
 
 def part(x: Tensor, dim: int, indices: Sequence[int]) -> Tensor:

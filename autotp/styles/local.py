@@ -136,7 +136,7 @@ class LocalCalls(TorchFunctionMode):
         if torch_hooks.is_metadata(func):
             return func(*args, **kwargs)
         site = torch_hooks.call_site(2, self.base)
-        if site is None:
+        if not site:
             return func(*args, **kwargs)
         opened = torch_hooks.opened(func)
         if opened is not None:
@@ -158,8 +158,8 @@ class LocalCalls(TorchFunctionMode):
         if any(isinstance(x, Tensor) and x.is_floating_point() for x in flatten((args, kwargs))[0]):
             where, name = torch_hooks.describe_site(site), getattr(func, "__name__", str(func))
             raise AutotpError(
-                f"{self.path or 'the model'}: the call of {name} at {where} was not reached when the plan was made, so it "
-                "is not known how it acts on a rank's part. Pass a sample that takes this path: "
+                f"{self.path or 'the model'}: the call of {name} at {where} was not reached when the plan was made, so "
+                "it is not known how it acts on a rank's part. Pass a sample that takes this path: "
                 "autotp.shard(model, mesh, sample=(args, kwargs))."
             )
         return result
