@@ -180,7 +180,10 @@ def _with_kwdefaults(func: Any, never: dict[str, Any]) -> Any:
 
 _MODULE_FILE = nn.modules.module.__file__
 _BOUNDARY = {"_call_impl", "_wrapped_call_impl", "inner"}
-_OWN_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_MACHINERY = tuple(
+    _HERE + name for name in ("trace.py", "proof.py", "repeats.py", "torch_hooks.py", "promotion.py", "styles")
+)
 _TORCH_OVERRIDES = torch.overrides.__file__
 
 
@@ -190,7 +193,7 @@ def is_boundary(code: types.CodeType) -> bool:
 
 
 def _is_own(code: types.CodeType) -> bool:
-    return code.co_filename.startswith(_OWN_DIR) or code.co_filename == _TORCH_OVERRIDES
+    return code.co_filename.startswith(_MACHINERY) or code.co_filename == _TORCH_OVERRIDES
 
 
 def call_site(depth: int = 2, base: types.FrameType | None = None) -> tuple[Any, ...]:
