@@ -135,9 +135,9 @@ class Lowering:
         op, have = self.trace.ops[i], self._have(want.tid, call)
         wanted = self._wanted(want)
         grad = self.trace.tensors[want.tid].grad
-        cut_out = any(t >= 0 and (t in self.own.was_partial or self._made(t)) for t in op.outs)
+        cut_out = any(t >= 0 and (self._partial(t, call) or self._have(t, call)) for t in op.outs)
         if want.kind == "own":
-            enter = not have and cut_out and grad and not self._partial_in(want.tid)
+            enter = not have and cut_out and grad and not self._partial(want.tid, call)
             edit = OperandEdit(enter=enter)
         elif want.kind == "once":
             edit = OperandEdit(gather=_cuts(have), once=True)
@@ -159,8 +159,8 @@ class Lowering:
     def _have(self, tid: int, call: Call) -> Sets:
         return self._made(tid) if self.own.made_in.get(tid) == call.index else self.dealing.sets(tid)
 
-    def _partial_in(self, tid: int) -> bool:
-        return tid in self.own.was_partial
+    def _partial(self, tid: int, call: Call) -> bool:
+        return tid in self.own.was_partial and self.own.made_in.get(tid) == call.index
 
     def _wanted(self, want: Want) -> Sets:
         out: Sets = {}

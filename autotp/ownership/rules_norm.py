@@ -7,7 +7,7 @@ from torch import Tensor
 from autotp.ownership.engine import Ownership, rule
 from autotp.ownership.nodes import varies
 from autotp.ownership.rules_linear import add_bias
-from autotp.ownership.state import Owned
+from autotp.ownership.state import Owned, Weights
 from autotp.trace import Op
 from autotp.trees import Ref
 
@@ -48,6 +48,10 @@ def layer_norm(own: Ownership, op: Op) -> None:
 def batch_norm(own: Ownership, op: Op) -> None:
     """Every channel on its own; running statistics are cut with the channels."""
     x = op.args[0].tid
+    state = own.states.get(x)
+    if isinstance(state, Weights) and len(op.ins) == 1:  # weights standardised per channel are still weights
+        own.want(x, "as", {1: (op.outs[0], 1)})
+        return own.put(op, Weights(tuple(state.at(1)), state.params))
     o = own.owners(x)
     merged = own.merge_along(o, [d for d in range(o.ndim) if d != 1]) if o is not None else None
     if merged is None or not varies(merged, 1):
