@@ -20,6 +20,8 @@ class _Rows:
     def __init__(self, analysis: Analysis) -> None:
         self.a, self.own, self.trace = analysis, analysis.own, analysis.trace
         self.made: dict[int, Row] = {}
+        attended = self.own.attended
+        self.heads = np.unique(self.own.nodes.find(np.concatenate(attended))) if attended else np.zeros(0, dtype=int)
         self.entered: set[int] = set()
         self.gathers: dict[int, str] = {}
         for c in self.trace.calls:
@@ -76,12 +78,14 @@ class _Rows:
         width = np.unique(sizes).tolist()
         role = self.own.roles.get(tid, {}).get(dim, "out")
         kind = {"in": "inputs", "rows": "rows", "features": "features", "batch": "batches"}.get(role, "outputs")
-        if width == [1]:
+        span = f"{width[0]}" if len(width) == 1 else f"{width[0]} to {width[-1]}"
+        if self.heads.size and np.isin(groups, self.heads).all():
+            one = "outputs" if role == "out" else kind
+            text = f"{len(groups)} head groups of {span} {one}, {each} per rank"
+        elif width == [1]:
             text = f"{n} {kind}, {each} per rank"
-        elif len(width) == 1:
-            text = f"{len(groups)} groups of {width[0]} {kind} that belong together, {each} per rank"
         else:
-            text = f"{len(groups)} groups of {width[0]} to {width[-1]} {kind} that belong together, {each} per rank"
+            text = f"{len(groups)} groups of {span} {kind} that belong together, {each} per rank"
         if tid in self.gathers and role != "in":
             text += f"; its output is gathered: {self.gathers[tid]}"
         if role == "rows":

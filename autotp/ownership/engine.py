@@ -64,6 +64,7 @@ class Ownership:
         self.reasons: dict[int, list[str]] = {}
         self.roles: dict[int, dict[int, str]] = {}  # parameter -> dim -> out | in | batch | rows | features
         self.split_input: set[int] = set()
+        self.attended: list[np.ndarray] = []  # groups that a product of two activations joined: attention heads
         self.base: dict[tuple[int, int], int] = {}
         self.at = 0
         self.made_in = {t: op.call for op in reversed(trace.ops) for t in op.outs if t >= 0}

@@ -267,6 +267,8 @@ def _activations(own: Ownership, op: Op, a: int, la: str, b: int, lb: str, lout:
         met.remove(smaller)
     for t, labels in ((a, la), (b, lb)):
         own.want(t, "as", _refs(op, labels, lout))
+    if len(met) == 2:
+        own.attended.append(own.nodes.distinct(met[0][1]))
     own.put(op, Owned(own.nodes.canonical(met[0][1])) if met else None)
 
 

@@ -50,7 +50,7 @@ def pointwise(own: Ownership, op: Op) -> None:
     owned = [t for t in tids if own.owners(t) is not None]
     if not owned:
         for t in tids:
-            own.whole(t, f"meets a whole activation in {op.func.overloadpacket}")
+            own.whole(t, f"is combined with a whole activation ({op.func.overloadpacket.__name__})")
         return own.put(op, None)
     acc = _meet(own, op, owned)
     for t in tids:
