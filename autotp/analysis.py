@@ -22,8 +22,9 @@ from autotp.ownership.rules_pointwise import pointwise
 from autotp.ownership.state import Owned, Weights
 from autotp.program import CallEdit, CannotEdit, Lowering
 from autotp.proof import Prover, Unproven
+from autotp.record import Op, Trace
 from autotp.repeats import whole_edges
-from autotp.trace import Op, Trace, trace
+from autotp.trace import trace
 from autotp.trees import Ref
 
 MAX_ROUNDS = 400

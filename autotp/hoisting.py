@@ -12,7 +12,7 @@ from typing import Any
 
 from autotp.analysis import Analysis
 from autotp.program import CallEdit, NumberEdit, OperandEdit, ResultEdit
-from autotp.trace import Call, ModuleCall
+from autotp.record import Call, ModuleCall
 from autotp.trees import Ref
 
 Path = tuple[Any, ...]

@@ -16,7 +16,7 @@ from autotp.ownership.dealing import Dealing, Sets, indices
 from autotp.ownership.engine import Ownership
 from autotp.ownership.rules_movement import IDENTITY
 from autotp.ownership.state import Want
-from autotp.trace import Call, Op
+from autotp.record import Call, Op
 from autotp.trees import Ref
 
 Indices = tuple[Sequence[int], ...]

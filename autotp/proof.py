@@ -9,26 +9,25 @@ solved for here and becomes part of the program.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autotp import torch_hooks
-from autotp.errors import AutotpError
+from autotp.numbers import Numbers, Solver, Unsolvable, edited
 from autotp.ownership.dealing import Dealing, local_shape
 from autotp.ownership.engine import rule_of
 from autotp.ownership.rules_movement import cat, movement
 from autotp.program import CallEdit, NumberEdit
-from autotp.trace import Call, Trace, Traced, make_twin, run
+from autotp.record import Call, Trace, Traced
+from autotp.trace import run
 from autotp.trees import Ref, flatten, rebuild
+from autotp.twin import make_twin
 
 MAX_TAGS = 1 << 23
-Numbers = dict[int, NumberEdit]
 MAX_TRIES = 300
 
 
@@ -169,10 +168,12 @@ class Prover:
     def _run(self, call: Call, edit: CallEdit, func: Any, leaves: list[Any], spec: Any, wanted: list[Any]) -> Any:
         numbers = edit.numbers.setdefault(self.rank, {})
         if call.index in self.dealing.own.scaled and not numbers:
-            self._scale_groups(call, leaves, numbers)
+            self._scale_groups(call, edit, numbers)
         tags = self._tags(call, leaves)
         error = "no number in its arguments makes it fit"
-        for tried in itertools.islice(self._candidates(call, leaves, wanted, numbers), MAX_TRIES):
+        for tried in itertools.islice(
+            Solver(self.dealing, edit, self.rank).candidates(call, leaves, numbers), MAX_TRIES
+        ):
             try:
                 args, kwargs = rebuild(self._numbers(tried, leaves), spec)
                 if edit.rows is not None:
@@ -244,65 +245,11 @@ class Prover:
     def _numbers(self, tried: dict[int, NumberEdit], leaves: list[Any]) -> list[Any]:
         return [edited(x, tried[i]) if i in tried else x for i, x in enumerate(leaves)]
 
-    def _scale_groups(self, call: Call, leaves: list[Any], numbers: dict[int, NumberEdit]) -> None:
-        count = self.dealing.own.scaled[call.index]
-        at = [i for i, g in enumerate(call.leaves) if isinstance(g, int) and g == count and not isinstance(g, bool)]
-        x = next(r.tid for r in call.leaves if isinstance(r, Ref))
-        edit = self.edits[call.index].operands.get(next(i for i, r in enumerate(call.leaves) if isinstance(r, Ref)))
-        sets = {**self.dealing.sets(x), **dict(edit.slice if edit else ())}
-        share = Fraction(len(sets[1][self.rank]), self.trace.tensors[x].shape[1])
-        if not at or (count * share).denominator != 1:
-            raise Unproven(call.index, f"{call.name} works on {count} groups, which cannot be counted per rank")
-        for i in at[-1:]:
-            numbers[i] = NumberEdit(ratio=share)
-
-    def _candidates(self, call: Call, leaves: list[Any], wanted: list[Any], numbers: dict[int, NumberEdit]) -> Any:
-        """Edits of the numbers, fewest changes first."""
-        yield dict(numbers)
-        if numbers:
-            return
-        options: dict[int, list[NumberEdit]] = {}
-        ratios = self._ratios(call)
-        for i, (x, g) in enumerate(zip(leaves, call.leaves, strict=True)):
-            if isinstance(x, bool) or not isinstance(x, int) or not isinstance(g, int):
-                continue
-            here = [NumberEdit(ratio=r) for r in ratios if x > 1 and (x * r).denominator == 1 and x * r != x]
-            if x != g:
-                here.insert(0, NumberEdit(seen=x, value=g))
-            if here:
-                options[i] = here
-        for n in range(1, min(len(options), 4) + 1):
-            for chosen in itertools.combinations(options, n):
-                for picks in itertools.product(*(options[i] for i in chosen)):
-                    yield dict(zip(chosen, picks, strict=True))
-
-    def _ratios(self, call: Call) -> list[Fraction]:
-        found: dict[Fraction, None] = {}
-        refs = [x.tid for x in (*call.outs, *call.leaves) if isinstance(x, Ref)]
-        for tid in refs:
-            for d, s in self.dealing.sets(tid).items():
-                f = Fraction(len(s[self.rank]), self.trace.tensors[tid].shape[d])
-                found[f] = found[1 / f] = None
-        edit = self.edits[call.index]
-        for i, r in edit.results.items():
-            for d, s in r.gather:
-                found[Fraction(len(s[self.rank]), self.trace.tensors[call.outs[i].tid].shape[d])] = None
-        own_cuts = self.dealing.own.cut
-        if not found and own_cuts:
-            found[Fraction(1, self.dealing.tp)] = found[Fraction(self.dealing.tp)] = None
-        bounds = self._bounds(call) if call.name == "__getitem__" or "narrow" in call.name else {}
-        return [*found, *bounds]
-
-    def _bounds(self, call: Call) -> dict[Fraction, None]:
-        """For slices of packed tensors: how many of the elements before a position are a rank's own."""
-        out: dict[Fraction, None] = {}
-        for ref in call.leaves:
-            if isinstance(ref, Ref):
-                for s in self.dealing.sets(ref.tid).values():
-                    for g in call.leaves:
-                        if isinstance(g, int) and not isinstance(g, bool) and g > 0:
-                            out[Fraction(bisect_left(s[self.rank], g), g)] = None
-        return {f: None for f in out if f}
+    def _scale_groups(self, call: Call, edit: CallEdit, numbers: Numbers) -> None:
+        try:
+            Solver(self.dealing, edit, self.rank).scale_groups(call, numbers)
+        except Unsolvable as e:
+            raise Unproven(call.index, str(e)) from e
 
     # ------------------------------------------------------------ what moves
     def _tags(self, call: Call, leaves: list[Any]) -> Any:
@@ -359,18 +306,6 @@ class Prover:
             if not torch.equal(w, p):
                 return "moves elements to other places on a rank's part"
         return None
-
-
-def edited(x: Any, edit: NumberEdit) -> Any:
-    """A number changed by an edit; raises if it is not the number that was planned for."""
-    if edit.ratio is not None:
-        y = x * edit.ratio
-        if y.denominator != 1:
-            raise AutotpError(f"{x} is not divisible as planned (times {edit.ratio})")
-        return int(y)
-    if x != edit.seen:
-        raise AutotpError(f"the plan expects {edit.seen} here, got {x}")
-    return edit.value
 
 
 def _creates(func: Any) -> bool:

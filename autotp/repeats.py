@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from autotp.trace import Recorder
+    from autotp.record import Recorder
 
 _OWN = set(nn.Module().__dict__) | {"forward"}
 _PLAIN = (int, float, str, bool, bytes, complex, type(None), torch.dtype, torch.device)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from autotp.analysis import Analysis
 from autotp.hoisting import ModuleProgram
 from autotp.plan_types import Collective
-from autotp.trace import Trace
+from autotp.record import Trace
 from autotp.trees import Ref
 
 

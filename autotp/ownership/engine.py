@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autotp.ownership.nodes import Nodes, along, compress, core, pairs, varies
 from autotp.ownership.state import Owned, State, Vec, Want, Weights
-from autotp.trace import Op, Trace
+from autotp.record import Op, Trace
 
 Rule = Callable[["Ownership", Op], None]
 RULES: dict[Any, Rule] = {}

@@ -12,7 +12,7 @@ from autotp.ownership.engine import Ownership, no_rule, rule
 from autotp.ownership.nodes import compress, varies
 from autotp.ownership.rules_movement import move_weights, moved
 from autotp.ownership.state import Owned, Weights
-from autotp.trace import Op
+from autotp.record import Op
 from autotp.trees import Ref
 
 
@@ -82,7 +82,7 @@ def _rows(own: Ownership, op: Op, tid: int, touched: list[int], others: list[int
 
 def _with_indices(own: Ownership, op: Op, run: Callable[[Op], Any]) -> Any:
     """Run with recorded indices in place of references; an operation whose indices are unknown uses zeros."""
-    from autotp.trace import Traced
+    from autotp.record import Traced
     from autotp.trees import flatten, rebuild
 
     leaves, spec = flatten((op.args, op.kwargs))

@@ -16,7 +16,7 @@ from autotp.ownership.nodes import core, varies
 from autotp.ownership.rules_movement import IDENTITY
 from autotp.ownership.rules_pointwise import follow, try_cut
 from autotp.ownership.state import Owned, Weights
-from autotp.trace import Op
+from autotp.record import Op
 
 
 @rule("mm", "matmul", "dot", "mv")

@@ -12,7 +12,7 @@ from autotp.ownership.engine import Ownership, no_rule, rule
 from autotp.ownership.nodes import compress, varies
 from autotp.ownership.rules_pointwise import agreeing
 from autotp.ownership.state import Owned, State, Vec, Weights
-from autotp.trace import Op
+from autotp.record import Op
 from autotp.trees import Ref, flatten, rebuild
 
 MAX_DENSE = 1 << 27

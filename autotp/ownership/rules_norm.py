@@ -8,7 +8,7 @@ from autotp.ownership.engine import Ownership, rule
 from autotp.ownership.nodes import varies
 from autotp.ownership.rules_linear import add_bias
 from autotp.ownership.state import Owned, Weights
-from autotp.trace import Op
+from autotp.record import Op
 from autotp.trees import Ref
 
 

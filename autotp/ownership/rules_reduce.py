@@ -9,7 +9,7 @@ from torch import Tensor
 from autotp.ownership.engine import Ownership, rule
 from autotp.ownership.nodes import varies
 from autotp.ownership.state import Owned, Vec, Weights
-from autotp.trace import Op
+from autotp.record import Op
 
 
 def reduced_dims(op: Op, ndim: int) -> list[int]:

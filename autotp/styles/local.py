@@ -19,8 +19,8 @@ from autotp import torch_hooks
 from autotp.errors import AutotpError
 from autotp.hoisting import ModuleProgram
 from autotp.layouts import to_local
+from autotp.numbers import edited
 from autotp.program import CallEdit, NumberEdit, OperandEdit, ResultEdit
-from autotp.proof import edited
 from autotp.styles.comm import Ranks, enter, gather, leave, once, part
 from autotp.styles.random import own_draws
 from autotp.trees import edit_at, flatten, kinds, rebuild

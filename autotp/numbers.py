@@ -1,0 +1,104 @@
+"""Solve for the numbers in a call that count what is cut: ``view(B, T, 12, 64)`` -> ``view(B, T, 6, 64)``."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from autotp.errors import AutotpError
+from autotp.ownership.dealing import Dealing
+from autotp.program import CallEdit, NumberEdit
+from autotp.record import Call
+from autotp.trees import Ref
+
+Numbers = dict[int, NumberEdit]
+
+
+def edited(x: Any, edit: NumberEdit) -> Any:
+    """A number changed by an edit; raises if it is not the number that was planned for."""
+    if edit.ratio is not None:
+        y = x * edit.ratio
+        if y.denominator != 1:
+            raise AutotpError(f"{x} is not divisible as planned (times {edit.ratio})")
+        return int(y)
+    if x != edit.seen:
+        raise AutotpError(f"the plan expects {edit.seen} here, got {x}")
+    return edit.value
+
+
+class Unsolvable(Exception):
+    """A count that is not whole on a rank."""
+
+
+@dataclass(frozen=True)
+class Solver:
+    """Proposes edits of the numbers of one call on one rank; whoever asks tries them."""
+
+    dealing: Dealing
+    edit: CallEdit
+    rank: int
+
+    def scale_groups(self, call: Call, numbers: Numbers) -> None:
+        """A call that counts groups of channels counts a rank's share of them."""
+        count = self.dealing.own.scaled[call.index]
+        at = [i for i, g in enumerate(call.leaves) if isinstance(g, int) and g == count and not isinstance(g, bool)]
+        x = next(r.tid for r in call.leaves if isinstance(r, Ref))
+        edit = self.edit.operands.get(next(i for i, r in enumerate(call.leaves) if isinstance(r, Ref)))
+        sets = {**self.dealing.sets(x), **dict(edit.slice if edit else ())}
+        share = Fraction(len(sets[1][self.rank]), self.dealing.own.trace.tensors[x].shape[1])
+        if not at or (count * share).denominator != 1:
+            raise Unsolvable(f"{call.name} works on {count} groups, which cannot be counted per rank")
+        for i in at[-1:]:
+            numbers[i] = NumberEdit(ratio=share)
+
+    def candidates(self, call: Call, leaves: list[Any], numbers: Numbers) -> Iterator[Numbers]:
+        """Edits of the numbers, fewest changes first."""
+        yield dict(numbers)
+        if numbers:
+            return
+        options: dict[int, list[NumberEdit]] = {}
+        ratios = self._ratios(call)
+        for i, (x, g) in enumerate(zip(leaves, call.leaves, strict=True)):
+            if isinstance(x, bool) or not isinstance(x, int) or not isinstance(g, int):
+                continue
+            here = [NumberEdit(ratio=r) for r in ratios if x > 1 and (x * r).denominator == 1 and x * r != x]
+            if x != g:
+                here.insert(0, NumberEdit(seen=x, value=g))
+            if here:
+                options[i] = here
+        for n in range(1, min(len(options), 4) + 1):
+            for chosen in itertools.combinations(options, n):
+                for picks in itertools.product(*(options[i] for i in chosen)):
+                    yield dict(zip(chosen, picks, strict=True))
+
+    def _ratios(self, call: Call) -> list[Fraction]:
+        found: dict[Fraction, None] = {}
+        refs = [x.tid for x in (*call.outs, *call.leaves) if isinstance(x, Ref)]
+        for tid in refs:
+            for d, s in self.dealing.sets(tid).items():
+                f = Fraction(len(s[self.rank]), self.dealing.own.trace.tensors[tid].shape[d])
+                found[f] = found[1 / f] = None
+        edit = self.edit
+        for i, r in edit.results.items():
+            for d, s in r.gather:
+                found[Fraction(len(s[self.rank]), self.dealing.own.trace.tensors[call.outs[i].tid].shape[d])] = None
+        own_cuts = self.dealing.own.cut
+        if not found and own_cuts:
+            found[Fraction(1, self.dealing.tp)] = found[Fraction(self.dealing.tp)] = None
+        bounds = self._bounds(call) if call.name == "__getitem__" or "narrow" in call.name else {}
+        return [*found, *bounds]
+
+    def _bounds(self, call: Call) -> dict[Fraction, None]:
+        """For slices of packed tensors: how many of the elements before a position are a rank's own."""
+        out: dict[Fraction, None] = {}
+        for ref in call.leaves:
+            if isinstance(ref, Ref):
+                for s in self.dealing.sets(ref.tid).values():
+                    for g in call.leaves:
+                        if isinstance(g, int) and not isinstance(g, bool) and g > 0:
+                            out[Fraction(bisect_left(s[self.rank], g), g)] = None
+        return {f: None for f in out if f}

@@ -1,0 +1,204 @@
+"""The record of a model's run, and what writes it.
+
+Nouns
+    Traced      a float tensor of the recorded run: a shape, a dtype, and no data
+    Tensor ids  every tensor of the run has one; parameters and buffers are *leaves* and keep their name
+    Op          one aten operation: the level at which owners are carried (:mod:`autotp.ownership`)
+    Call        one torch function as the user's code called it: the level at which a rank's program is edited
+    ModuleCall  one run of a module's forward, with the tensors that went in and came out
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotp.errors import AutotpError
+from autotp.trees import Ref, flatten, key_paths, rebuild
+
+
+class Traced(torch.Tensor):
+    """A float tensor without data: it reports a CPU device and carries a meta tensor inside."""
+
+    inner: Tensor  # type: ignore[assignment]  # torch keeps that name for Tensor.inner
+
+    @staticmethod
+    def __new__(cls: type[Traced], inner: Tensor) -> Traced:
+        out = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            layout=inner.layout,
+            device=torch.device("cpu"),
+        )
+        out.inner = inner
+        return out
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise AutotpError(f"{func} was called on a traced tensor outside of the recorded run")
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Traced({tuple(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Traced:
+        return self
+
+
+@dataclass(slots=True)
+class Op:
+    """One aten operation. ``args``/``kwargs`` hold :class:`Ref` where tensors were; ``outs`` are tensor ids."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    ins: list[int]
+    outs: list[int]
+    writes: list[int]
+    call: int
+
+
+@dataclass(slots=True)
+class Call:
+    """One torch function called by the user's code (or by a module of torch itself)."""
+
+    index: int
+    func: Any
+    site: tuple[Any, ...]
+    module: int
+    leaves: list[Any]
+    spec: Any
+    start: int
+    stop: int = 0
+    outs: list[Any] = field(default_factory=list)
+    fixed: bool = False  # a custom autograd function: nothing inside can be edited, and its gradient is unknown
+    inner: set[tuple[Any, ...]] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return getattr(self.func, "__name__", str(self.func))
+
+
+@dataclass(slots=True)
+class ModuleCall:
+    """One run of a module's forward; ``inputs`` and ``outputs`` map a key path to a tensor id."""
+
+    index: int
+    path: str
+    parent: int
+    inputs: dict[tuple[Any, ...], int]
+    start: int
+    outputs: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    stop: int = 0
+    kinds: tuple[Any, ...] = ()
+    same_as: int = -1  # this run was skipped: it is like that earlier one
+
+
+@dataclass(slots=True)
+class TensorInfo:
+    """What is known of one tensor: shape, dtype, its leaf name, whether a gradient can reach it, its storage."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    leaf: str | None
+    grad: bool
+    storage: int
+    real: bool
+    parameter: bool = False
+
+
+@dataclass(slots=True)
+class Trace:
+    """The record of one run. ``leaves`` maps a parameter's or buffer's name to its tensor id (tied names share it)."""
+
+    ops: list[Op] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    modules: list[ModuleCall] = field(default_factory=list)
+    tensors: list[TensorInfo] = field(default_factory=list)
+    objects: list[Tensor] = field(default_factory=list)
+    leaves: dict[str, int] = field(default_factory=dict)
+    canonical: dict[str, str] = field(default_factory=dict)
+    outputs: list[int] = field(default_factory=list)
+    random_calls: int = 0
+    templates: dict[int, Any] = field(default_factory=dict)
+    folds: bool = True
+
+    @property
+    def skipped(self) -> list[tuple[str, str]]:
+        """Paths of skipped blocks, each with the path of the block it is like."""
+        return [(m.path, self.modules[m.same_as].path) for m in self.modules if m.same_as >= 0]
+
+    def module_path(self, call: Call) -> str:
+        return self.modules[call.module].path
+
+
+class Recorder:
+    """Holds the record while the twin runs; the two modes below write into it."""
+
+    def __init__(self) -> None:
+        self.trace = Trace()
+        self.ids: dict[int, int] = {}
+        self.stack: list[int] = []
+        self.call: Call | None = None
+
+    # ---- tensors
+    def tid(self, t: Tensor, leaf: str | None = None, grad: bool = False) -> int:
+        known = self.ids.get(id(t))
+        if known is not None:
+            return known
+        inner = t.inner if isinstance(t, Traced) else t
+        tid = len(self.trace.tensors)
+        real, storage = not isinstance(t, Traced), inner.untyped_storage()._cdata
+        self.trace.tensors.append(TensorInfo(tuple(inner.shape), inner.dtype, leaf, grad, storage, real))
+        self.trace.objects.append(t)
+        self.ids[id(t)] = tid
+        return tid
+
+    def refs(self, tree: Any) -> tuple[list[Any], Any]:
+        leaves, spec = flatten(tree)
+        return [Ref(self.tid(x)) if isinstance(x, Tensor) else x for x in leaves], spec
+
+    def by_path(self, tree: Any) -> dict[tuple[Any, ...], int]:
+        pairs = zip(key_paths(tree), self.refs(tree)[0], strict=True)
+        return {path: x.tid for path, x in pairs if isinstance(x, Ref)}
+
+    # ---- ops
+    def op(self, func: Any, args: Any, kwargs: Any, out: Any, writes: list[int]) -> None:
+        leaves, spec = self.refs((args, kwargs))
+        ins = [x.tid for x in leaves if isinstance(x, Ref)]
+        grad = any(self.trace.tensors[i].grad for i in ins)
+        outs = []
+        for o in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(o, Tensor):
+                tid = self.tid(o, grad=grad and (o.is_floating_point() or o.is_complex()))
+                outs.append(tid)
+            else:
+                outs.append(-1)
+        for w in writes:
+            self.trace.tensors[w].grad |= grad
+            if any(not self.trace.tensors[i].real for i in ins):
+                self.trace.tensors[w].real = False
+        a, k = rebuild(leaves, spec)
+        call = self.call.index if self.call else -1
+        self.trace.ops.append(Op(func, a, k, ins, outs, writes, call))
+
+    # ---- calls and modules
+    def open_call(self, func: Any, args: Any, kwargs: Any, site: tuple[Any, ...]) -> Call:
+        leaves, spec = self.refs((args, kwargs))
+        module = self.stack[-1] if self.stack else -1
+        return Call(len(self.trace.calls), func, site, module, leaves, spec, len(self.trace.ops))
+
+    def close_call(self, call: Call, result: Any) -> None:
+        call.stop = len(self.trace.ops)
+        if call.stop > call.start or any(isinstance(x, Tensor) for x in flatten(result)[0]):
+            call.outs = self.refs(result)[0]
+            self.trace.calls.append(call)
