@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from autotp import torch_hooks
+from autotp.data_parallel import apply_fsdp, check_fsdp
 from autotp.errors import AutotpError, MeshError, PlanError
 from autotp.hoisting import ModuleProgram
 from autotp.layouts import distribute, layout_of
@@ -94,7 +95,9 @@ def shard(
     the ordinary full inputs, equal on all ranks of the group, and outputs are ordinary full tensors.
 
     Args:
-        mesh: 1-D (tensor parallel whatever its name), or with an axis named ``tp``.
+        mesh: 1-D (tensor parallel whatever its name), or with an axis named ``tp``. An axis ``dp``, ``fsdp`` or
+            ``dp_shard`` beside it gets ``fully_shard``, block by block (HSDP with ``dp_replicate``); each of its ranks
+            gets its own part of the batch. ``fsdp=False`` leaves that to you.
         plan: a :class:`Plan` or a path to one, applied as it is after proof.
         sample, rules, min_bytes, strict: as in :func:`autotp.plan`.
 
@@ -106,21 +109,20 @@ def shard(
     axes = resolve_mesh(mesh)
     _check_model(model, mesh)
     if fsdp and axes.fsdp > 1:
-        raise MeshError(
-            f"mesh axis {axes.fsdp_name!r}: fully_shard beside tensor parallelism is not available yet; "
-            "pass fsdp=False and apply fully_shard yourself"
-        )
+        check_fsdp(model)
     prepared = prepare(
         model, axes, sample=sample, rules=rules, plan=plan, sequence_parallel=sequence_parallel,
         min_bytes=min_bytes, strict=strict,
     )  # fmt: skip
+    data = fsdp and axes.fsdp > 1
     if axes.tp == 1:
-        return model
+        return apply_fsdp(model, mesh, axes) if data else model
     tp_mesh = mesh if mesh.ndim == 1 else mesh[axes.tp_name or "tp"]
     ranks = Ranks(tp_mesh.get_group(), tp_mesh.get_local_rank(), tp_mesh.size())
     _agree(prepared.plan, ranks)
     _share_first(model, ranks)
-    return _apply(model, prepared, tp_mesh, ranks)
+    _apply(model, prepared, tp_mesh, ranks)
+    return apply_fsdp(model, mesh, axes) if data else model
 
 
 def _apply(model: nn.Module, prepared: Prepared, mesh: DeviceMesh, ranks: Ranks) -> nn.Module:

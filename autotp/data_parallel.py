@@ -1,0 +1,55 @@
+"""FSDP2 beside tensor parallelism: ``fully_shard`` block by block, the root last."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from autotp.errors import MeshError
+from autotp.layouts import follow_fsdp
+from autotp.mesh import MeshAxes
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a model: members of list-like containers of which one class occurs at least twice.
+
+    Of containers inside each other the outermost counts; a module that is used in two places is left to the root.
+    """
+    found: dict[int, nn.Module] = {}
+    places: dict[int, int] = {}
+    for container in model.modules():
+        if not isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            continue
+        children = [c for c in container.children() if any(True for _ in c.parameters())]
+        kinds = [type(c) for c in children]
+        for c in children:
+            places[id(c)] = places.get(id(c), 0) + 1
+            if kinds.count(type(c)) > 1 and any(True for _ in c.children()):
+                found[id(c)] = c
+    inner = {id(m) for b in found.values() for m in b.modules() if m is not b}
+    return [b for key, b in found.items() if key not in inner and places[key] == 1]
+
+
+def check_fsdp(model: nn.Module) -> None:
+    """Raise for what ``fully_shard`` would refuse, before anything is changed."""
+    scalars = [n for n, p in model.named_parameters() if p.ndim == 0]
+    if scalars:
+        raise MeshError(
+            f"{scalars[0]} is a scalar parameter, which fully_shard refuses: make it a tensor of one element, or pass "
+            "fsdp=False and apply fully_shard yourself"
+        )
+
+
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, axes: MeshAxes) -> nn.Module:
+    """Share parameters, gradients and optimizer state over the data-parallel axes, in place.
+
+    With ``dp_replicate`` beside ``dp_shard`` this is HSDP: shared within, copied across.
+    """
+    names = tuple(n for n in (axes.replicate_name, axes.fsdp_name) if n)
+    data = mesh[names if len(names) > 1 else names[0]]
+    for block in blocks(model):
+        fully_shard(block, mesh=data)
+    fully_shard(model, mesh=data)
+    follow_fsdp(model)
+    return model
