@@ -116,6 +116,26 @@ class Ownership:
     def count(self, o: Tensor) -> int:
         return len(self.nodes.distinct(o))
 
+    def is_loose(self, o: Tensor) -> bool:
+        """Whether owners are bare outputs of column-cut layers: no two of one layer belong together, none is read yet.
+
+        Then the cut can be closed where it was made, at no loss. (A residual stream is not to be cut.)
+        """
+        groups = self.nodes.distinct(o)
+        for (tid, dim), base in self.base.items():
+            if self.cut.get(tid) != dim:
+                continue
+            roots = self.nodes.find(np.arange(base, base + self.shape(tid)[dim]))
+            here = roots[np.isin(roots, groups)]
+            if len(here) and (self.roles.get(tid, {}).get(dim) == "in" or len(np.unique(here)) < len(here)):
+                return False
+        return True
+
+    def first_yields(self, a: Tensor, b: Tensor) -> bool:
+        """Of two tensors whose cuts exclude each other: whether the first is to be made whole."""
+        loose = self.is_loose(a), self.is_loose(b)
+        return loose[0] if loose[0] != loose[1] else self.count(a) <= self.count(b)
+
     # ------------------------------------------------------------ merging
     def merge(self, a: Tensor, b: Tensor, *also: Tensor) -> bool:
         """Merge the owners of two tensors elementwise, unless that leaves one with fewer groups than ranks."""

@@ -73,8 +73,8 @@ def _rows(own: Ownership, op: Op, tid: int, touched: list[int], others: list[int
     if o is None:
         own.want(tid)
         return own.put(op, None)
-    merged = own.merge_along(o, touched)
-    if merged is None:
+    merged = o
+    if any(varies(o, d) for d in touched):
         return own.all_whole(op, f"{op.func.overloadpacket} looks up along a dim where it would be cut")
     own.want(tid, "own")
     return own.put(op, _with_indices(own, op, lambda p: compress(moved(p, tid, merged, shapes)[0])))

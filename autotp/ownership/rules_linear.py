@@ -262,12 +262,12 @@ def _activations(own: Ownership, op: Op, a: int, la: str, b: int, lb: str, lout:
         else:
             met.append((t, _relabel(merged, labels, lout, shape)))
     if len(met) == 2 and not own.merge(met[0][1], met[1][1]):
-        smaller = min(met, key=lambda m: own.count(m[1]))
+        smaller = met[0] if own.first_yields(met[0][1], met[1][1]) else met[1]
         own.whole(smaller[0], "meets a tensor that is cut otherwise")
         met.remove(smaller)
     for t, labels in ((a, la), (b, lb)):
         own.want(t, "as", _refs(op, labels, lout))
-    if len(met) == 2:
+    if met:
         own.attended.append(own.nodes.distinct(met[0][1]))
     own.put(op, Owned(own.nodes.canonical(met[0][1])) if met else None)
 

@@ -53,6 +53,10 @@ def pointwise(own: Ownership, op: Op) -> None:
             own.whole(t, f"is combined with a whole activation ({op.func.overloadpacket.__name__})")
         return own.put(op, None)
     acc = _meet(own, op, owned)
+    if any(_would_slice(own, op, t, acc) for t in tids) and own.is_loose(acc):
+        for t in tids:
+            own.whole(t, "meets a whole activation, and nothing else needs it cut")
+        return own.put(op, None)
     for t in tids:
         if own.open_weights(t) is not None:
             _cut_along(own, op, t, acc)
@@ -68,6 +72,15 @@ def follow(shape: tuple[int, ...], out_shape: tuple[int, ...], out: int) -> dict
     return {d: (out, d + shift) for d, n in enumerate(shape) if n > 1 and n == out_shape[d + shift]}
 
 
+def _would_slice(own: Ownership, op: Op, tid: int, acc: Tensor) -> bool:
+    """Whether a whole activation (not a constant) would have to be sliced to meet these owners."""
+    if own.states.get(tid) is not None or not own.trace.tensors[tid].grad or op.writes:
+        return False
+    shape = own.shape(tid)
+    shift = acc.ndim - len(shape)
+    return any(n > 1 and varies(acc, d + shift) for d, n in enumerate(shape))
+
+
 def _meet(own: Ownership, op: Op, owned: list[int]) -> Tensor:
     shape = own.shape(op.outs[0])
     acc, behind = None, []
@@ -80,7 +93,7 @@ def _meet(own: Ownership, op: Op, owned: list[int]) -> Tensor:
         elif own.merge(acc, o):
             behind.append(t)
             acc = own.nodes.canonical(acc)
-        elif own.count(o) <= own.count(acc) and t not in op.writes:
+        elif own.first_yields(o, acc) and t not in op.writes:
             own.whole(t, "meets a tensor that is cut otherwise")
         else:
             for b in behind:

@@ -102,21 +102,7 @@ def reduce(own: Ownership, op: Op) -> None:
         own.partial[op.outs[0]] = tid if name == "mean" else -1
         own.put(op, None)
         return None
-    if name in ("sum", "mean"):
-        return _partial_of_some(own, op, tid, o, dims, name)
-    own.all_whole(op, f"{name} runs over dim {dims} of it, where it would be cut")
-    return None
-
-
-def _partial_of_some(own: Ownership, op: Op, tid: int, o: Tensor, dims: list[int], name: str) -> None:
-    """Owners vary along kept dims too: merge those away, then complete the sum over the ranks."""
-    merged = own.merge_along(o, [d for d in range(o.ndim) if d not in dims])
-    if merged is None:
-        return own.all_whole(op, f"{name} runs over dim {dims} of it, where it would be cut")
-    own.want(tid, "own")
-    own.partial[op.outs[0]] = tid if name == "mean" else -1
-    own.put(op, None)
-    return None
+    return own.all_whole(op, f"{name} runs over dim {dims} of it, where it would be cut")
 
 
 def _spread_result(own: Ownership, op: Op, tid: int, merged: Tensor, dims: list[int]) -> None:
