@@ -214,23 +214,22 @@ class Prover:
             return "gets other numbers on a rank's part"
         return None
 
-    def _other_numbers(self, call: Call, leaves: list[Any], tried: dict[int, NumberEdit]) -> bool:
-        """Whether a call that computes gets numbers that differ from the whole model's, and not by an edit."""
-        if not any(self.dealing.sets(x.tid) for x in call.leaves if isinstance(x, Ref)):
-            creation = not any(isinstance(x, Ref) for x in call.leaves)
-            if creation:
-                return False
-        if self._only(call, _FREE):
+    def _other_numbers(self, call: Call, leaves: list[Any], tried: Numbers) -> bool:
+        """Whether a call gets numbers or flags that differ from the whole model's, and not by an edit.
+
+        Calls that move elements of a cut tensor may: what they do with them was compared, or is too large to compare.
+        """
+        cut = any(self.dealing.sets(x.tid) for x in call.leaves if isinstance(x, Ref))
+        if cut and self._only(call, {movement, cat}):
             return False
         return any(
-            isinstance(g, (int, float)) and not isinstance(g, bool) and x != g and i not in tried
+            isinstance(g, _PLAIN) and isinstance(x, _PLAIN) and x != g and i not in tried
             for i, (x, g) in enumerate(zip(leaves, call.leaves, strict=True))
-            if isinstance(x, (int, float))
         )
 
     def _only(self, call: Call, rules: set[Any]) -> bool:
         ops = self.trace.ops[call.start : call.stop]
-        return bool(ops) and all(rule_of(op.func) in rules or _creates(op.func) for op in ops)
+        return bool(ops) and all(rule_of(op.func) in rules for op in ops)
 
     def _any_row(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Stand-in indices: at run time each rank looks up only rows it has."""
@@ -308,13 +307,7 @@ class Prover:
         return None
 
 
-def _creates(func: Any) -> bool:
-    return not any(
-        a.type.kind() == "TensorType" for a in func._schema.arguments
-    ) or func.overloadpacket.__name__.startswith("new_")
-
-
-_FREE = {movement, cat}
+_PLAIN = (int, float, complex, str, torch.dtype)
 
 
 def _real(x: Tensor) -> bool:

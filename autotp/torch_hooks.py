@@ -263,6 +263,20 @@ def may_be_random(func: Any) -> bool:
     return getattr(func, "__name__", "") in _RANDOM_NAMES
 
 
+_DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
+
+
+def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call of a function that may draw does so: dropout with p = 0, or when not training, does not."""
+    name = getattr(func, "__name__", "")
+    if name == "scaled_dot_product_attention":
+        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+    if name in _DROPOUTS:
+        p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+        return bool(p) and bool(args[2] if len(args) > 2 else kwargs.get("training", True))
+    return True
+
+
 CONTENT_FREE = {torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, Tensor.new_zeros, Tensor.new_ones}
 
 

@@ -28,8 +28,6 @@ from autotp.record import Op
     "lerp",
     "addcmul",
     "addcdiv",
-    "triu",
-    "tril",
     "nan_to_num",
     "log_sigmoid_forward",
     "frexp",
@@ -64,6 +62,21 @@ def pointwise(own: Ownership, op: Op) -> None:
         own.want(t, "as", follow(own.shape(t), own.shape(out), out))
     for i in range(len(op.outs)):
         own.put(op, Owned(acc.expand(own.shape(op.outs[i]))) if op.outs[i] >= 0 else None, i)
+
+
+@rule("triu", "tril")
+def by_position(own: Ownership, op: Op) -> None:
+    """What happens to an element depends on where it is in the last two dims: these must be whole."""
+    o = own.owners(op.ins[0])
+    if (
+        isinstance(own.states.get(op.ins[0]), Weights)
+        or o is None
+        or any(varies(o, d) for d in (o.ndim - 2, o.ndim - 1))
+    ):
+        return own.all_whole(op, f"{op.func.overloadpacket.__name__} goes by position in it")
+    return (
+        pointwise(own, op) if op.func.overloadpacket.__name__ in ("triu", "tril") else own.all_whole(op, "has no rule")
+    )
 
 
 def follow(shape: tuple[int, ...], out_shape: tuple[int, ...], out: int) -> dict[int, tuple[int, int] | Tensor]:

@@ -15,6 +15,7 @@ calls enter and leave *f* and *g*.)
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -136,9 +137,12 @@ def enter(x: Tensor, ranks: Ranks) -> Tensor:
         return x
     known = getattr(x, "_autotp_entered", None)
     if known is not None and known[0] == x._version and known[1] is ranks.group:
-        return known[2]
+        entered: Tensor | None = known[2]()
+        if entered is not None:
+            return entered
     y: Tensor = _Enter.apply(x, ranks)
-    x._autotp_entered = (x._version, ranks.group, y)  # type: ignore[attr-defined]
+    # Weakly, as y is a view of x and the two would never be freed. Whoever has read y keeps it.
+    x._autotp_entered = (x._version, ranks.group, weakref.ref(y))  # type: ignore[attr-defined]
     return y
 
 

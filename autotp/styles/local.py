@@ -91,7 +91,7 @@ class BoundCall:
         args, kwargs = rebuild(leaves, spec)
         if self.rows is not None:
             result = look_up(self.rows, func, args, kwargs)
-        elif self.random:
+        elif self.random and torch_hooks.draws(func, args, kwargs):
             with own_draws(ranks):
                 result = func(*args, **kwargs)
         else:

@@ -38,12 +38,19 @@ def _draw_seed() -> int:
     return int(torch.randint(0, 2**62, ()).item())
 
 
+def _seed(number: int) -> None:
+    """As torch.manual_seed, without preparing to seed devices that are not in use."""
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(number)
+
+
 @contextmanager
 def own_draws(ranks: Ranks) -> Iterator[None]:
     """Inside, this rank draws its own numbers, which follow from the shared generator's state and its rank."""
     seed = _draw_seed()
     states = _states()
-    torch.manual_seed(_mixed(seed, ranks.rank + 1))
+    _seed(_mixed(seed, ranks.rank + 1))
     try:
         yield
     finally:
@@ -68,7 +75,7 @@ class SharedDraws:
         seed = torch.tensor(_draw_seed(), device=device)
         dist.broadcast(seed, self.ranks.first, group=self.ranks.group)
         self.kept.append(_states())
-        torch.manual_seed(_mixed(int(seed), self.ranks.first))
+        _seed(_mixed(int(seed), self.ranks.first))
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         states = self.kept.pop()
