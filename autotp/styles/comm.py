@@ -15,7 +15,6 @@ calls enter and leave *f* and *g*.)
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from autotp.program import Indices
 
@@ -142,7 +142,7 @@ def enter(x: Tensor, ranks: Ranks) -> Tensor:
             return entered
     y: Tensor = _Enter.apply(x, ranks)
     # Weakly, as y is a view of x and the two would never be freed. Whoever has read y keeps it.
-    x._autotp_entered = (x._version, ranks.group, weakref.ref(y))  # type: ignore[attr-defined]
+    x._autotp_entered = (x._version, ranks.group, TensorWeakRef(y))  # type: ignore[attr-defined]
     return y
 
 
