@@ -69,6 +69,7 @@ class Search:
     def run(self) -> Analysis:
         for n in range(MAX_ROUNDS):
             own = Ownership(self.trace, self.tp, self.choices).run()
+            self.cut_tensors = lambda t, own=own: isinstance(own.states.get(t), Owned)
             if self._from_rules(own):
                 continue
             if not whole_edges(self.trace, own.is_cut):
@@ -84,6 +85,10 @@ class Search:
             except Unproven as e:
                 self._give_up_operands(own, e.call, e.why, e.module)
             else:
+                uneven = self._run_apart(edits)
+                if uneven is not None:
+                    self._give_up_operands(own, uneven, "its module runs several times and could not be edited alike")
+                    continue
                 return Analysis(self.trace, own, dealing, edits, self.notes, n + 1)
         raise ProofError(f"no program could be proved in {MAX_ROUNDS} rounds; please report the model")
 
@@ -100,6 +105,27 @@ class Search:
                     if e.numbers.get(twin):
                         e.numbers[rank] = dict(e.numbers[twin])
 
+    def _run_apart(self, edits: dict[int, CallEdit]) -> int | None:
+        """A call of a module that runs several times, whose edits are not the same in all its runs."""
+        runs: dict[tuple[str, Any], dict[int, list[Any]]] = {}
+        for c in self.trace.calls:
+            if c.module >= 0:
+                runs.setdefault((self.trace.module_path(c), c.site), {}).setdefault(c.module, []).append(c)
+        for by_run in runs.values():
+            calls = list(by_run.values())
+            first = [edits[c.index] for c in calls[0]]
+            if any([edits[c.index] for c in other] != first for other in calls[1:]):
+                return self._most_cut([c for run in calls for c in run], edits)
+        return None
+
+    def _most_cut(self, calls: list[Any], edits: dict[int, CallEdit]) -> int:
+        """Of calls that differ in their edits, the first that handles cut tensors."""
+        cut = [c.index for c in calls if any(self._is_cut_call(c, t) for t in (*c.leaves, *c.outs))]
+        return (cut or [calls[0].index])[0]
+
+    def _is_cut_call(self, call: Any, x: Any) -> bool:
+        return isinstance(x, Ref) and self.cut_tensors(x.tid)
+
     # ------------------------------------------------------------ choosing again
     def _from_rules(self, own: Ownership) -> bool:
         """Gathers and whole calls that the rules asked for; True if there was anything new."""
@@ -107,6 +133,10 @@ class Search:
         for t in self.trace.outputs:
             if isinstance(own.states.get(t), Owned):
                 asked.setdefault(t, "nothing after it needs it cut")
+        returned = {p for t in self.trace.outputs if own.is_cut(t) for p in self._weights_of(own, t)}
+        kept = {p: "its values are returned by the model" for p in returned if self.choices.dims.get(p, 0) is not None}
+        self.notes.update(kept)
+        self.choices = replace(self.choices, dims={**self.choices.dims, **dict.fromkeys(kept, None)})
         new = {}
         for tid, reason in asked.items():
             target = self._hoist(own, tid)
@@ -116,7 +146,12 @@ class Search:
         self.notes.update(new)
         self._gather(new)
         self.choices = replace(self.choices, opaque=self.choices.opaque | set(opaque))
-        return bool(new or opaque)
+        return bool(new or opaque or kept)
+
+    @staticmethod
+    def _weights_of(own: Ownership, tid: int) -> frozenset[int]:
+        s = own.states.get(tid)
+        return s.params if isinstance(s, Weights) else frozenset()
 
     def _gather(self, tids: Any) -> None:
         self.choices = replace(self.choices, gather=self.choices.gather | set(tids))
@@ -159,7 +194,7 @@ class Search:
         self.choices = replace(self.choices, opaque=self.choices.opaque | {call})
         return None
 
-    def _give_up_operands(self, own: Ownership, call: int, why: str, module: str | None) -> None:
+    def _give_up_operands(self, own: Ownership, call: int, why: str, module: str | None = None) -> None:
         """A call that cannot be proved gets whole operands: gathered where they were computed, if they can be."""
         c = self.trace.calls[call]
         refs = [x.tid for x in c.leaves if isinstance(x, Ref)]

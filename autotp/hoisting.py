@@ -30,6 +30,7 @@ class ModuleProgram:
     calls: dict[Site, list[CallEdit]] = field(default_factory=dict)
     kinds: frozenset[Any] = frozenset()  # how it was called when it was planned
     holds_cut: bool = False  # its own code handles cut tensors
+    inner: bool = False  # it only works inside the model's forward: its edges are cut, or entered further out
 
     @property
     def does_something(self) -> bool:
@@ -90,9 +91,26 @@ class Hoisting:
         for m in self.trace.modules:
             if m.parent >= 0 and any(sets(t) for t in (*m.inputs.values(), *m.outputs.values())):
                 self._program(self.trace.modules[m.parent].path).holds_cut = True
+        entered = {(m.index, m.inputs[p]) for m in self.trace.modules for p in self._edge(m)}
         for m in self.trace.modules:
-            if m.path in self.programs:
-                self.programs[m.path].kinds |= {m.kinds}
+            program = self.programs.get(m.path)
+            if program is not None:
+                program.kinds |= {m.kinds}
+                edges = (*m.inputs.values(), *m.outputs.values())
+                program.inner |= any(sets(t) for t in edges) or self._entered_outside(m, entered)
+
+    def _edge(self, m: ModuleCall) -> list[Path]:
+        program = self.programs.get(m.path)
+        return [p for p in program.inputs if p in m.inputs] if program is not None else []
+
+    def _entered_outside(self, m: ModuleCall, entered: set[tuple[int, int]]) -> bool:
+        """Whether one of its inputs is entered at the edge of a module around it."""
+        at = m.parent
+        while at >= 0:
+            if any((at, t) in entered for t in m.inputs.values()):
+                return True
+            at = self.trace.modules[at].parent
+        return False
 
     # ------------------------------------------------------------ parameters
     def _params(self) -> None:

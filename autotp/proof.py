@@ -73,6 +73,9 @@ class Prover:
             module = twin.recorder.trace.modules[stack[-1]].path if stack else None
             text = f"the model's own code fails on a rank's part: {type(e).__name__}: {e}"
             raise Unproven(max(self.at, 0), text, module) from e
+        pairs = zip(self.recorder.trace.returned, self.trace.returned, strict=False)
+        if any(isinstance(x, _PLAIN) and isinstance(y, _PLAIN) and x != y for x, y in pairs):
+            raise Unproven(max(self.at, 0), "the model returns other numbers on a rank's part")
         if len(self.recorder.trace.calls) != len(self.trace.calls):
             raise Unproven(max(self.at, 0), "the model's own code takes another path on a rank's part")
 

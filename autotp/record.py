@@ -128,6 +128,7 @@ class Trace:
     leaves: dict[str, int] = field(default_factory=dict)
     canonical: dict[str, str] = field(default_factory=dict)
     outputs: list[int] = field(default_factory=list)
+    returned: list[Any] = field(default_factory=list)  # the outputs' leaves that are no tensors
     random_calls: int = 0
     templates: dict[int, Any] = field(default_factory=dict)
     folds: bool = True
@@ -136,6 +137,14 @@ class Trace:
     def skipped(self) -> list[tuple[str, str]]:
         """Paths of skipped blocks, each with the path of the block it is like."""
         return [(m.path, self.modules[m.same_as].path) for m in self.modules if m.same_as >= 0]
+
+    def forget(self, index: int) -> None:
+        """Drop the calls and inner module runs of the latest module run; its tensors stay."""
+        start = self.modules[index].start
+        if start < len(self.calls):
+            del self.ops[self.calls[start].start :]
+            del self.calls[start:]
+        del self.modules[index + 1 :]
 
     def module_path(self, call: Call) -> str:
         return self.modules[call.module].path
@@ -157,6 +166,7 @@ class Recorder:
             return known
         inner = t.inner if isinstance(t, Traced) else t
         tid = len(self.trace.tensors)
+        grad = grad or (leaf is None and t.requires_grad)
         real, storage = not isinstance(t, Traced), inner.untyped_storage()._cdata
         self.trace.tensors.append(TensorInfo(tuple(inner.shape), inner.dtype, leaf, grad, storage, real))
         self.trace.objects.append(t)

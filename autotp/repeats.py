@@ -1,14 +1,16 @@
-"""Repeated blocks are run once: a model of 126 equal layers is traced and proved as one of three.
+"""Repeated blocks are analysed once: a model of 126 equal layers is planned and proved as one of three.
 
 A child of a list-like container is *equal* to a sibling if classes, parameters, buffers and every attribute agree,
-except integers that are the child's own position. Of equal siblings called on equal inputs the first, the second and
-the last run; the others are skipped, and whatever is found for the second holds for them. That is only done for
-blocks that take and give whole tensors and touch nothing outside; whoever uses the record checks that
-(:func:`whole_edges`), and traces again without skipping if it is not so.
+except integers that are the child's own position. Every sibling's forward runs while recording; if it then made the
+very calls that the second one made (same functions, places, numbers and flow of data), its record is dropped, and
+whatever is found for the second holds for it. The first and the last are always kept. That is only done for blocks
+that take and give whole tensors and touch nothing outside; whoever uses the record checks that (:func:`whole_edges`),
+and records again in full if it is not so. The proof does not run dropped blocks.
 """
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from autotp.record import Recorder
 
-_OWN = set(nn.Module().__dict__) | {"forward"}
+_OWN = set(nn.Module().__dict__)
 _PLAIN = (int, float, str, bool, bytes, complex, type(None), torch.dtype, torch.device)
 
 
@@ -43,21 +45,25 @@ class Repeats:
 
     def watch(self, model: nn.Module) -> None:
         """Find equal siblings and let their forwards be skipped."""
-        for container in model.modules():
-            if isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) and len(container) > 3:
-                self._watch_children(container)
+        found = [
+            (m, Place((id(container), key), m is members[-1]))
+            for container in model.modules()
+            if isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) and len(container) > 3
+            for key, members in self._classes(container).items()
+            for m in members
+        ]
+        for m, place in found:
+            if id(m) not in self.places:
+                self.places[id(m)] = place
+                m.forward = self._forward(m, m.forward)
 
-    def _watch_children(self, container: nn.Module) -> None:
-        children = list(container._modules.values())
+    @staticmethod
+    def _classes(container: nn.Module) -> dict[Any, list[nn.Module]]:
         classes: dict[Any, list[nn.Module]] = {}
-        for i, child in enumerate(children):
+        for i, child in enumerate(container._modules.values()):
             if child is not None and any(True for _ in child.parameters()):
                 classes.setdefault(_signature(child, i), []).append(child)
-        for key, members in classes.items():
-            if len(members) > 3 and len({id(m) for m in members}) == len(members):
-                for m in members:
-                    self.places[id(m)] = Place((id(container), key), m is members[-1])
-                    m.forward = self._forward(m, m.forward)
+        return {k: ms for k, ms in classes.items() if len(ms) > 3 and len({id(m) for m in ms}) == len(ms)}
 
     def _forward(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def repeated(*args: Any, **kwargs: Any) -> Any:
@@ -68,9 +74,12 @@ class Repeats:
                 return self._skip(index, skip, self.follow, args, kwargs) if skip >= 0 else forward(*args, **kwargs)
             key = (self.places[id(module)].key, self._inputs(args, kwargs))
             seen = self.done.setdefault(key, [])
-            if len(seen) >= 2 and not self.places[id(module)].last and self._simple(seen[1]):
-                return self._skip(index, seen[1], rec.trace, args, kwargs)
             out = forward(*args, **kwargs)
+            may_drop = len(seen) >= 2 and not self.places[id(module)].last and self._simple(seen[1])
+            if may_drop and SameRun(rec.trace, seen[1], index).holds():
+                rec.trace.forget(index)
+                rec.trace.modules[index].same_as = seen[1]
+                return out
             rec.trace.templates[index] = self._template(index, args, kwargs, out)
             seen.append(index)
             return out
@@ -134,8 +143,6 @@ class Repeats:
     def _skip(self, index: int, like: int, trace: Any, args: Any, kwargs: Any) -> Any:
         from autotp.trees import flatten, key_paths, rebuild
 
-        if self.follow is None:
-            self.recorder.trace.modules[index].same_as = like
         tree = (args, kwargs)
         given = dict(zip(key_paths(tree), flatten(tree)[0], strict=True))
         parts, spec = trace.templates[like]
@@ -148,6 +155,58 @@ class Repeats:
             else:
                 leaves.append(given[p[1]] if p[0] == "input" else p[1])
         return rebuild(leaves, spec)
+
+
+@dataclass
+class SameRun:
+    """Compares the latest module run with an earlier one, call by call and tensor by tensor."""
+
+    trace: Any
+    like: int
+    index: int
+    twins: dict[int, int] = field(default_factory=dict)
+
+    def holds(self) -> bool:
+        """Whether both made the same calls on corresponding tensors."""
+        trace, a, b = self.trace, self.trace.modules[self.like], self.trace.modules[self.index]
+        if not all(self._twin(t, b.inputs.get(path)) for path, t in a.inputs.items()):
+            return False
+        mine, theirs = trace.calls[b.start :], trace.calls[a.start : a.stop]
+        return len(mine) == len(theirs) and all(self._call(x, y) for x, y in zip(theirs, mine, strict=True))
+
+    def _twin(self, a: int, b: int | None) -> bool:
+        if b is None:
+            return False
+        if a in self.twins:
+            return self.twins[a] == b
+        x, y = self.trace.tensors[a], self.trace.tensors[b]
+        root_a, root_b = (self.trace.modules[i].path + "." for i in (self.like, self.index))
+        if x.leaf is not None and x.leaf.startswith(root_a):
+            if y.leaf != root_b + x.leaf[len(root_a) :]:
+                return False
+        elif x.leaf != y.leaf:
+            return False
+        self.twins[a] = b
+        return (x.shape, x.dtype, x.grad, x.real) == (y.shape, y.dtype, y.grad, y.real)
+
+    def _call(self, a: Any, b: Any) -> bool:
+        if (a.func, a.site, a.stop - a.start, len(a.leaves)) != (b.func, b.site, b.stop - b.start, len(b.leaves)):
+            return False
+        if not all(self._leaf(x, y) for x, y in zip(a.leaves, b.leaves, strict=True)):
+            return False
+        ops = self.trace.ops
+        pairs = zip(ops[a.start : a.stop], ops[b.start : b.stop], strict=True)
+        return all(
+            x.func == y.func
+            and len(x.ins) == len(y.ins)
+            and all(self._twin(s, t) for s, t in zip((*x.ins, *x.outs), (*y.ins, *y.outs), strict=True) if s >= 0)
+            for x, y in pairs
+        )
+
+    def _leaf(self, x: Any, y: Any) -> bool:
+        if isinstance(x, tuple) and hasattr(x, "tid"):
+            return hasattr(y, "tid") and self._twin(x.tid, y.tid)
+        return x is y or (type(x) is type(y) and isinstance(x, _PLAIN) and x == y)
 
 
 def whole_edges(trace: Any, is_cut: Callable[[int], bool]) -> bool:
@@ -185,6 +244,7 @@ def _value(v: Any, position: int, depth: int) -> Any:
         return type(v), tuple(_value(x, position, depth + 1) for x in v)
     if isinstance(v, dict) and depth < 3:
         return tuple((str(k), _value(x, position, depth + 1)) for k, x in v.items())
-    if callable(v) and hasattr(v, "__qualname__") and not hasattr(v, "__self__"):
-        return v.__qualname__
-    return id(v)
+    if isinstance(v, types.FunctionType):
+        cells = tuple(_value(c.cell_contents, position, depth + 1) for c in v.__closure__ or ()) if depth < 3 else id(v)
+        return v.__code__, cells
+    return v if isinstance(v, type) else id(v)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from autotp.mesh import MeshAxes, resolve_mesh
 from autotp.plan_types import Plan
 from autotp.planning import Prepared, prepare
 from autotp.styles.comm import Ranks
-from autotp.styles.local import LocalForward
+from autotp.styles.local import LocalForward, Running
 from autotp.styles.random import SharedDraws
 
 
@@ -31,10 +32,15 @@ class LocalStyle(ParallelStyle):
     """Hands one module its part of every parameter of its own, and runs it by its program."""
 
     def __init__(
-        self, program: ModuleProgram, made: dict[int, nn.Parameter], layouts: dict[str, Any], ranks: Ranks
+        self,
+        program: ModuleProgram,
+        made: dict[int, nn.Parameter],
+        layouts: dict[str, Any],
+        ranks: Ranks,
+        model: Running,
     ) -> None:
         super().__init__()
-        self.program, self.made, self.layouts, self.ranks = program, made, layouts, ranks
+        self.program, self.made, self.layouts, self.ranks, self.model = program, made, layouts, ranks, model
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, p in module._parameters.items():
@@ -46,7 +52,10 @@ class LocalStyle(ParallelStyle):
             if b is not None and layout is not None:
                 module._buffers[name] = distribute(b, device_mesh, layout)
         # torch's own layers have one way to run; code of others may branch on what it is given
-        local = LocalForward(self.program, self.ranks, not type(module).__module__.startswith("torch.nn.modules."))
+        guarded = not type(module).__module__.startswith("torch.nn.modules.")
+        names = list(inspect.signature(module.forward).parameters)
+        cut = {n for n in self.program.params if self.layouts.get(f"{self.program.path}.{n}".lstrip(".")) is not None}
+        local = LocalForward(self.program, self.ranks, self.model, names, cut, guarded)
         module.register_forward_pre_hook(local.before, with_kwargs=True, prepend=True)
         module.register_forward_hook(local.after, with_kwargs=True, always_call=True)
         module.register_load_state_dict_pre_hook(_cut_loaded)
@@ -130,20 +139,21 @@ def _apply(model: nn.Module, prepared: Prepared, mesh: DeviceMesh, ranks: Ranks)
     trace = prepared.analysis.trace
     layouts = {name: prepared.layout(name) for name in trace.leaves}
     made: dict[int, nn.Parameter] = {}
+    running = Running()
     styles: dict[str, ParallelStyle] = {}
     for path, module in model.named_modules():
         program = prepared.programs.get(path)
         if program is not None and program.does_something:
-            styles[path] = LocalStyle(program, made, layouts, ranks)
-        elif module._parameters:
-            styles[path] = LocalStyle(ModuleProgram(path), made, layouts, ranks)
+            styles[path] = LocalStyle(program, made, layouts, ranks, running)
+        elif module._parameters or not path:
+            styles[path] = LocalStyle(ModuleProgram(path), made, layouts, ranks, running)
     for path, style in styles.items():
         if path:
             parallelize_module(model, mesh, {path: style}, src_data_rank=None)
         else:
             parallelize_module(model, mesh, style, src_data_rank=None)
     if any(torch_hooks.may_be_random(c.func) for c in trace.calls) or trace.random_calls:
-        draws = SharedDraws(ranks, always=trace.random_calls > 0 and not model.training)
+        draws = SharedDraws(ranks, always=trace.random_calls > 0)
         model.register_forward_pre_hook(draws.before, with_kwargs=True, prepend=True)
         model.register_forward_hook(draws.after, with_kwargs=True, always_call=True)
     return model

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -289,6 +290,11 @@ def no_modes() -> Iterator[None]:
         yield
 
 
+def in_backward() -> bool:
+    """Whether a backward is running (where checkpointing calls modules again)."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_dtensor(x: Any) -> TypeGuard[DTensor]:
     """Whether something is a DTensor."""
     return isinstance(x, DTensor)
@@ -329,6 +335,11 @@ def with_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shape: 
     return shape[0] if name == "__len__" else out
 
 
+def recomputes(function: Any) -> bool:
+    """Whether a custom function is reentrant activation checkpointing."""
+    return function is torch.utils.checkpoint.CheckpointFunction
+
+
 @contextmanager
 def custom_functions(note: Any) -> Iterator[None]:
     """Inside, ``note(cls, apply, args, kwargs)`` runs the user's ``torch.autograd.Function``s (not torch's own)."""
@@ -336,6 +347,8 @@ def custom_functions(note: Any) -> Iterator[None]:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         run = original.__get__(None, cls)
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            return note(cls, run, args, kwargs)
         if cls.__module__.startswith("torch."):
             return run(*args, **kwargs)
         return note(cls, run, args, kwargs)

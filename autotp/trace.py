@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotp import torch_hooks
+from autotp.errors import AutotpError
 from autotp.plausible import integer_outputs, scalar
 from autotp.record import Call, Recorder, Trace, Traced
 from autotp.trees import Ref, flatten, rebuild
@@ -147,9 +148,25 @@ def _custom(recorder: Recorder, calls: _Calls, function: Any, apply: Any, args: 
     """A custom autograd function is one call, whatever its forward does: only its author knows its gradient."""
     if recorder.call is not None:
         return apply(*args, **kwargs)
+    if torch_hooks.recomputes(function):
+        return _recomputed(recorder, apply, args, kwargs)
     call = recorder.open_call(function, args, kwargs, torch_hooks.call_site())
     call.fixed = True
     return calls.noted(call, apply, args, kwargs)
+
+
+def _recomputed(recorder: Recorder, apply: Any, args: Any, kwargs: Any) -> Any:
+    """Reentrant checkpointing of whole modules is recomputed right; a module's own code, outside of it, would not."""
+    calls, running = recorder.trace.calls, recorder.stack[-1] if recorder.stack else -1
+    before = len(calls)
+    out = apply(*args, **kwargs)
+    own = next((c for c in calls[before:] if c.module == running), None)
+    if own is not None:
+        raise AutotpError(
+            f"{own.name} at {torch_hooks.describe_site(own.site)} is recomputed by torch.utils.checkpoint outside of "
+            "the module that calls it, where a rank's part of it is not known: checkpoint whole modules"
+        )
+    return out
 
 
 @contextmanager
@@ -207,7 +224,22 @@ def run(
     """Run a twin on example inputs under the recorder and return the record."""
     rec = twin.recorder
     a, k = as_inputs((args, kwargs), rec)
+    before = _bound(twin.model)
     with recording(rec, intercept, metadata):
         out = twin.model(*a, **k)
-    rec.trace.outputs = [x.tid for x in rec.refs(out)[0] if isinstance(x, Ref)]
+    leaves = rec.refs(out)[0]
+    rec.trace.returned = [x for x in leaves if not isinstance(x, Ref)]
+    # what the forward leaves behind in buffers and attributes is there for anyone to read, like an output
+    left = [t for key, t in _bound(twin.model).items() if before.get(key) is not t and id(t) in rec.ids]
+    rec.trace.outputs = [x.tid for x in leaves if isinstance(x, Ref)] + [rec.ids[id(t)] for t in left]
     return rec.trace
+
+
+def _bound(model: nn.Module) -> dict[tuple[str, str], Tensor]:
+    """The tensors that modules hold as buffers or plain attributes."""
+    return {
+        (path, name): x
+        for path, m in model.named_modules()
+        for name, x in (*m._buffers.items(), *m.__dict__.items())
+        if isinstance(x, Tensor)
+    }

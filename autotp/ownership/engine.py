@@ -66,7 +66,7 @@ class Ownership:
         self.split_input: set[int] = set()
         self.attended: list[np.ndarray] = []  # groups that a product of two activations joined: attention heads
         self.base: dict[tuple[int, int], int] = {}
-        self.at = 0
+        self.at = self.start = 0
         self.made_in = {t: op.call for op in reversed(trace.ops) for t in op.outs if t >= 0}
         for tid in dict.fromkeys(trace.leaves.values()):
             if trace.tensors[tid].parameter:
@@ -242,6 +242,7 @@ class Ownership:
             if call.index in self.choices.opaque:
                 self._opaque(call)
                 continue
+            self.start = call.start
             for i in range(call.start, call.stop):
                 self.at = i
                 self._step(trace.ops[i])
@@ -252,13 +253,25 @@ class Ownership:
         if all(self.states.get(t) is None and t not in self.partial for t in op.ins):
             for t in op.outs:
                 self.states.setdefault(t, None)
-            return
+            return None
         if any(t in self.partial for t in op.ins):
             from autotp.ownership.rules_linear import carry_partial
 
             carry_partial(self, op)
-            return
+            return None
+        if any(self._writes_part(op, t) for t in op.writes):
+            self.new_opaque[op.call] = f"op {op.func} writes into a part of a cut tensor"
+            return no_rule(self, op)
         find_rule(op)(self, op)
+
+    def _writes_part(self, op: Op, tid: int) -> bool:
+        """Whether an operation writes through a view made in the same call: ``h[:, :8] = 1``."""
+        if self.made_in.get(tid) != op.call or self.owners(tid) is None:
+            return False
+        storage = self.trace.tensors[tid].storage
+        ops = self.trace.ops[self.start : self.at]
+        ins = {t for o in ops for t in o.ins if self.made_in.get(t) != op.call}
+        return any(self.trace.tensors[t].storage == storage for t in ins)
 
     def _opaque(self, call: Any) -> None:
         reason = f"{call.name} has no rule for what happens inside it"

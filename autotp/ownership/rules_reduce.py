@@ -78,7 +78,6 @@ def result_dim(d: int, dims: list[int], keep: bool) -> int | None:
     "count_nonzero",
     "aminmax",
     "cumsum_",
-    "renorm",
 )
 def reduce(own: Ownership, op: Op) -> None:
     """Merge owners along the dims worked along; a sum or mean may instead be completed over the ranks."""

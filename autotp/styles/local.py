@@ -165,11 +165,30 @@ class LocalCalls(TorchFunctionMode):
         return result
 
 
+@dataclass
+class Running:
+    """How deep in a sharded model's own forward this process is; its parts share one."""
+
+    depth: int = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Running:
+        return self
+
+
 class LocalForward:
     """The two hooks around a module's forward. Holds no module, so copies of a module share it."""
 
-    def __init__(self, program: ModuleProgram, ranks: Ranks, guarded: bool = True) -> None:
-        self.path, self.ranks = program.path, ranks
+    def __init__(
+        self,
+        program: ModuleProgram,
+        ranks: Ranks,
+        model: Running,
+        names: list[str],
+        cut: set[str],
+        guarded: bool = True,
+    ) -> None:
+        self.path, self.ranks, self.model, self.names, self.cut = program.path, ranks, model, names, cut
+        self.inner = program.inner
         self.params = [(n, operand(e, ranks) if e else None) for n, e in program.params.items()]
         self.inputs = [(p, operand(e, ranks)) for p, e in program.inputs.items()]
         self.outputs = [(p, outcome(e, ranks)) for p, e in program.outputs.items()]
@@ -183,6 +202,14 @@ class LocalForward:
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Swap parameters, cross the edge inwards, start editing calls."""
+        if not self.path:
+            self.model.depth += 1
+        elif self.inner and not self.model.depth and not torch_hooks.in_backward():
+            raise AutotpError(
+                f"{self.path} works on a rank's part and was called by itself, outside of the model's forward: call "
+                "the whole model, or shard this module by itself"
+            )
+        self._check_parameters(module)
         kept: list[tuple[Any, Any, Any]] = []
         for name, change in self.params:
             for slots in (module._parameters, module._buffers):
@@ -201,13 +228,35 @@ class LocalForward:
             mode = LocalCalls(self.table, self.ranks, self.path, sys._getframe(1))
         self.running.append((kept, mode, new))
         for path, change in self.inputs:
-            args, kwargs = edit_at((args, kwargs), path, change)
+            args, kwargs = edit_at((args, kwargs), self._given(path, args, kwargs), change)
         if mode is not None:
             mode.__enter__()
         return args, kwargs
 
+    def _check_parameters(self, module: nn.Module) -> None:
+        for name in self.cut:
+            now = module._parameters.get(name)
+            if now is not None and not torch_hooks.is_dtensor(now):
+                raise AutotpError(
+                    f"{self.path}.{name} was replaced by an ordinary tensor {list(now.shape)}, where a rank's part "
+                    "is expected: use load_state_dict, or give a DTensor"
+                )
+
+    def _given(self, path: Any, args: Any, kwargs: Any) -> Any:
+        """The place of a planned input when it is given by name instead of by position, or the other way round."""
+        where, key = path[0], path[1]
+        if where == 0 and key >= len(args) and key < len(self.names) and self.names[key] in kwargs:
+            return (1, self.names[key], *path[2:])
+        if where == 1 and key not in kwargs and key in self.names and self.names.index(key) < len(args):
+            return (0, self.names.index(key), *path[2:])
+        return path
+
     def after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """Undo what :meth:`before` did, also after an exception, and cross the edge outwards."""
+        if not self.path and self.model.depth:
+            self.model.depth -= 1
+        if not self.running:
+            return out  # it did not get as far as to start
         kept, mode, new = self.running.pop()
         if mode is not None:
             mode.base = None
