@@ -24,7 +24,7 @@ from autotp.program import CallEdit, CannotEdit, Lowering
 from autotp.proof import Prover, Unproven
 from autotp.record import Op, Trace
 from autotp.repeats import whole_edges
-from autotp.trace import trace
+from autotp.trace import draws, trace
 from autotp.trees import Ref
 
 MAX_ROUNDS = 400
@@ -270,10 +270,13 @@ def analyse(
     ``force`` may fix the cut of parameters (None: whole): it gets what each dim of each parameter is to its layer.
     """
     record = record or trace(model, args, kwargs)
+    record.draws = draws(model, args, kwargs, record)
     try:
         return _search(model, args, kwargs, tp, force, record)
     except Refold:
-        return _search(model, args, kwargs, tp, force, trace(model, args, kwargs, fold=False))
+        full = trace(model, args, kwargs, fold=False)
+        full.draws = record.draws
+        return _search(model, args, kwargs, tp, force, full)
 
 
 def _search(

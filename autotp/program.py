@@ -275,6 +275,8 @@ class Lowering:
         return None
 
     def _random(self, call: Call) -> bool:
+        if not self.trace.draws:
+            return False
         outs = [x.tid for x in call.outs if isinstance(x, Ref)]
         inside = [t for i in range(call.start, call.stop) for t in self.trace.ops[i].outs if t >= 0]
         drawn = torch_hooks.may_be_random(call.func) or any(

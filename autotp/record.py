@@ -132,6 +132,7 @@ class Trace:
     random_calls: int = 0
     templates: dict[int, Any] = field(default_factory=dict)
     folds: bool = True
+    draws: bool = True  # whether the model draws random numbers, in this mode or in training
 
     @property
     def skipped(self) -> list[tuple[str, str]]:

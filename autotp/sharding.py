@@ -152,7 +152,7 @@ def _apply(model: nn.Module, prepared: Prepared, mesh: DeviceMesh, ranks: Ranks)
             parallelize_module(model, mesh, {path: style}, src_data_rank=None)
         else:
             parallelize_module(model, mesh, style, src_data_rank=None)
-    if any(torch_hooks.may_be_random(c.func) for c in trace.calls) or trace.random_calls:
+    if trace.draws:
         draws = SharedDraws(ranks, always=trace.random_calls > 0)
         model.register_forward_pre_hook(draws.before, with_kwargs=True, prepend=True)
         model.register_forward_hook(draws.after, with_kwargs=True, always_call=True)

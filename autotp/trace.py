@@ -214,6 +214,21 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], fold:
     return record
 
 
+def draws(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], record: Trace) -> bool:
+    """Whether a model draws random numbers, in the mode that was recorded or in training."""
+    if record.random_calls or model.training:
+        return record.random_calls > 0
+    if not any(torch_hooks.may_be_random(c.func) for c in record.calls):
+        return False
+    twin = make_twin(model)
+    twin.model.train()
+    try:
+        with torch_hooks.kept_rng():
+            return run(twin, args, kwargs).random_calls > 0
+    except Exception:
+        return True  # it does not run in training as it is: be prepared
+
+
 def run(
     twin: Twin,
     args: Any,

@@ -1,0 +1,211 @@
+"""Small modules with a twist, each of a kind that once went wrong, and their comparison with the unsharded module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+Forward = Callable[[Any, Tensor], Any]
+
+
+class Pair(nn.Module):
+    """Two linear layers and a raw weight; the forward is what the case is about."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.w = nn.Parameter(torch.randn(16, 16))
+        self.n = nn.LayerNorm(4)
+        self.register_buffer("ema", torch.zeros(16))
+        self.how = forward
+
+    def forward(self, x: Tensor, flag: bool = False) -> Any:
+        return self.b(self.a(x).softmax(-1)) if flag else self.how(self, x)
+
+
+class Layer(nn.Module):
+    """A block that may act by its number or by a function it was given."""
+
+    def __init__(self, i: int, act: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.a, self.b, self.i, self.act = nn.Linear(16, 16), nn.Linear(16, 16), i, act
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.act is not None:
+            return self.b(self.act(h))
+        return self.b(h.softmax(-1) if self.i % 3 == 2 else h.relu())
+
+
+class Stack(nn.Module):
+    """Seven blocks with residuals."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class Mixing(torch.autograd.Function):
+    """Elementwise forward; the backward mixes features."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.sum(-1, keepdim=True).expand_as(grad)
+
+
+def _write_part(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x).clone()
+    u = (h[:, :8] + h[:, 8:]).repeat(1, 2)
+    h[:, :8] = 1.0
+    return m.b(h + u)
+
+
+def _rebind(m: Any, x: Tensor) -> Tensor:
+    h = F.relu(m.a(x))
+    with torch.no_grad():
+        m.ema = 0.9 * m.ema + 0.1 * h.mean(0)
+    return m.b(h - m.ema.detach())
+
+
+def _shared_norm(m: Any, x: Tensor) -> Tensor:
+    q, k = m.n(m.a(x).view(4, 4, 4)), m.n(x[:, :4] @ m.w[:4, :4]).unsqueeze(1)
+    return m.b((q * k).flatten(1))
+
+
+def _local_roll(m: Any, x: Tensor) -> Tensor:
+    h = F.relu(m.a(x))
+    return m.b(h) + x.roll(h.shape[-1] // 4, -1)
+
+
+def _local_index(m: Any, x: Tensor) -> Tensor:
+    h = F.relu(m.a(x))
+    n = h.shape[-1] // 4
+    return m.b(h) + x[:, n : n + 1]
+
+
+def _local_scale(m: Any, x: Tensor) -> Tensor:
+    h = F.relu(m.a(x))
+    return m.b(h) / h.shape[-1] + F.linear(x, m.w)
+
+
+_FORWARDS: dict[str, Forward] = {
+    "module run on whole and cut": lambda m, x: m.b(m.a(x) - m.a(x).logsumexp(-1, keepdim=True)),
+    "norm on cut and whole heads": _shared_norm,
+    "write into a part": _write_part,
+    "buffer rebound": _rebind,
+    "tril of features": lambda m, x: m.b(m.a(x).tril()),
+    "triu per head": lambda m, x: m.b(m.a(x).view(4, 4, 4).triu().flatten(1)),
+    "renorm": lambda m, x: m.b(torch.renorm(F.relu(m.a(x)), 2, 0, 0.5)) + F.linear(x, m.w),
+    "weight returned": lambda m, x: (m.b(F.relu(m.a(x))), m.a.weight * 1.0),
+    "raw weight returned": lambda m, x: (m.b(F.relu(m.a(x))), m.w.pow(2)),
+    "size returned": lambda m, x: (m.b(F.relu(m.a(x))), m.a(x).shape[-1]),
+    "roll by a local size": _local_roll,
+    "index by a local size": _local_index,
+    "scale by a local size": _local_scale,
+    "custom gradient": lambda m, x: m.b(Mixing.apply(m.a(x))),
+    "another module's shape": lambda m, x: m.b(F.relu(x @ m.a.weight.t())) + m.a.weight.shape[0],
+    "checkpointed blocks": lambda m, x: checkpoint(
+        m.b, F.relu(checkpoint(m.a, x, use_reentrant=False)), use_reentrant=False
+    ),
+}
+
+
+def _pair(name: str) -> nn.Module:
+    return Pair(_FORWARDS[name])
+
+
+EXACT: dict[str, Callable[[], nn.Module]] = {
+    **{name: (lambda name=name: _pair(name)) for name in _FORWARDS},
+    "blocks by number": lambda: Stack([Layer(i) for i in range(7)]),
+    "blocks by function": lambda: Stack(
+        [Layer(i, (lambda h: h.softmax(-1)) if i == 2 else (lambda h: h.relu())) for i in range(7)]
+    ),
+    "given by name": lambda: Pair(lambda m, x: m.b(F.relu(m.a(x)))),
+}
+
+
+def _plain(m: Any, x: Tensor) -> Tensor:
+    return m.b(F.relu(m.a(x)))
+
+
+def _replace(m: Any) -> None:
+    m.a.weight = nn.Parameter(torch.zeros(16, 16))
+
+
+# name -> (what is done with the sharded module and an input, words of the refusal)
+REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "unplanned branch": (lambda m, x: m(x, flag=True), "was not reached when the plan was made"),
+    "part called by itself": (lambda m, x: m.a(x), "outside of the model's forward"),
+    "weight replaced": (lambda m, x: (_replace(m), m(x)), "was replaced by an ordinary tensor"),
+}
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    return [t for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, Tensor)]
+
+
+def _local(t: Tensor) -> Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def _run(model: nn.Module, x: Tensor, by_name: bool) -> tuple[list[Tensor], Tensor]:
+    x = x.clone().requires_grad_()
+    outs = _tensors(model(x=x) if by_name else model(x))
+    sum((t * torch.cos(torch.arange(t.numel(), dtype=t.dtype)).view(t.shape)).sum() for t in outs).backward()  # type: ignore[union-attr]
+    assert x.grad is not None
+    return outs, x.grad
+
+
+def compare(payload: dict[str, Any]) -> dict[str, Any]:
+    """Forward and gradients (twice, so that state shows) of a case, sharded against not; or the refusal."""
+    import autotp
+    from tests.harness.tasks import mesh_of
+
+    mesh = mesh_of(payload["tp"])
+    if dist.get_rank() >= payload["tp"]:
+        return {}
+    torch.manual_seed(0)
+    name = payload["name"]
+    model = EXACT[name]() if name in EXACT else Pair(_plain)
+    model = model.double().train()
+    x = torch.randn(4, 16, dtype=torch.float64)
+    expected = copy.deepcopy(model)
+    autotp.shard(model, mesh, sample=x)
+    if name in REFUSED:
+        try:
+            REFUSED[name][0](model, x)
+        except autotp.AutotpError as e:
+            return {"refused": str(e)}
+        return {}
+    forward = gradient = 0.0
+    for _ in range(2):
+        (got, got_x), (want, want_x) = (_run(m, x, name == "given by name") for m in (model, expected))
+        forward = max(
+            [forward, *(float((_local(p) - q).abs().max() / q.abs().max()) for p, q in zip(got, want, strict=True))]
+        )
+        grads = [(p.grad, q.grad) for p, q in zip(model.parameters(), expected.parameters(), strict=True)]
+        pairs = [(got_x, want_x), *((_local(p), q) for p, q in grads if p is not None and q is not None)]
+        assert sum(p is None for p, _ in grads) == sum(q is None for _, q in grads)
+        largest = max(float(q.abs().max()) for _, q in pairs)
+        gradient = max([gradient, *(float((p - q).abs().max()) / largest for p, q in pairs)])
+    buffers = zip(model.buffers(), expected.buffers(), strict=True)
+    forward = max([forward, *(float((_local(p) - q).abs().max()) for p, q in buffers)])
+    cut = sum(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in model.parameters())
+    return {"forward": forward, "gradient": gradient, "cut": cut}
