@@ -74,7 +74,7 @@ def add_bias(own: Ownership, op: Op, bias: int, dims: dict[int, tuple[int, int] 
     ob = own.owners(bias)
     if o is None:
         return own.whole(bias, "is added to a whole tensor")
-    if ob is not None and not own.merge(o, ob.expand(o.shape)):
+    if ob is not None and not own.merge(o, _beside(ob, dims, o.ndim).expand(o.shape)):
         own.whole(bias, "is added to a tensor that is cut otherwise")
         return None
     w = own.open_weights(bias)
@@ -88,6 +88,15 @@ def add_bias(own: Ownership, op: Op, bias: int, dims: dict[int, tuple[int, int] 
             own.note(bias, "is shared by everything that is cut where it is used")
     own.want(bias, "as", dims)
     return None
+
+
+def _beside(ob: Tensor, dims: dict[int, tuple[int, int] | Tensor], ndim: int) -> Tensor:
+    """Owners of what is added, with its dims where they are in the result."""
+    view = [1] * ndim
+    for d, r in dims.items():
+        assert isinstance(r, tuple)
+        view[r[1]] = ob.shape[d]
+    return ob.reshape(view)
 
 
 def _aligned(shape: tuple[int, ...], ndim: int, dim: int, out_dim: int) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ FORWARD, GRADIENTS = 1e-10, 1e-9
 VARIANTS = 45  # every layout of attention with every extra
 
 # A module that runs twice and is edited differently each time is wrong as things are: no shared modules for now.
-SHARED = st.just(False)
+SHARED = st.booleans()
 
 lines = st.builds(
     Line,
