@@ -93,12 +93,16 @@ class Search:
         raise ProofError(f"no program could be proved in {MAX_ROUNDS} rounds; please report the model")
 
     def _prove(self, dealing: Dealing, edits: dict[int, CallEdit]) -> None:
-        """Prove one rank of every different shape, and the last; ranks of equal shape take its numbers over."""
+        """Prove one rank of every different shape; ranks of equal shape take its numbers over.
+
+        Where there are numbers to take over, the last rank is proved with them too.
+        """
         shapes: dict[tuple[Any, ...], int] = {}
         for rank in range(self.tp):
             key = tuple(tuple(len(s[rank]) for s in dealing.sets(t).values()) for t in self.trace.leaves.values())
             twin = shapes.setdefault(key, rank)
-            if twin == rank or rank == self.tp - 1:
+            same_code = not any(e.numbers.get(twin) for e in edits.values())
+            if twin == rank or (rank == self.tp - 1 and not same_code):
                 Prover(self.trace, dealing, edits, rank).prove(self.model, self.args, self.kwargs)
             else:
                 for e in edits.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,8 @@ def prepare(
     if axes.tp == 1:
         return _alone(model, axes)
     args, kwargs, record = example(model, sample)
-    analysis = analyse(model, args, kwargs, axes.tp, lambda roles: choices_of(model, forced, roles), record)
+    force = partial(choices_of, model, forced) if forced.styles or forced.by_size else None
+    analysis = analyse(model, args, kwargs, axes.tp, force, record)
     forced.check(analysis)
     programs = Hoisting(analysis).run()
     rows = rows_of(model, analysis)

@@ -27,6 +27,20 @@ def is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
+_PURE = {
+    *("mm", "bmm", "addmm", "baddbmm", "convolution", "embedding", "cat", "clone", "_to_copy", "native_layer_norm"),
+    *("sum", "mean", "amax", "var", "cumsum", "_softmax", "_log_softmax", "_safe_softmax"),
+}
+
+
+@functools.cache
+def is_pure(func: Any) -> bool:
+    """Whether an aten operation makes new tensors, of shapes that follow from the shapes it gets."""
+    if func.namespace != "aten" or is_random(func) or any(a.alias_info is not None for a in func._schema.arguments):
+        return False
+    return is_pointwise(func) or func.overloadpacket.__name__ in _PURE
+
+
 @functools.cache
 def functional(func: Any) -> Any:
     """The out-of-place form of an in-place aten operation (``relu_`` -> ``relu``); others as they are."""
@@ -89,6 +103,11 @@ def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], real: 
     if func.overloadpacket.__name__ == "_grouped_mm":
         half = tuple(a.bfloat16() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
         return func(*half, **{k: v for k, v in kwargs.items() if k != "out_dtype"}).to(args[0].dtype)
+    if func is _aten.view.default:
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:  # the strides of a stand-in may differ from those of the real thing
+            return args[0].reshape(args[1])
     try:
         return func(*args, **kwargs)
     except (NotImplementedError, RuntimeError) as e:
