@@ -16,7 +16,7 @@ from torch import nn
 from autotp import torch_hooks
 from autotp.errors import ProofError
 from autotp.ownership.dealing import Dealing, NotARectangle
-from autotp.ownership.engine import Choices, Ownership, find_rule, rule_of
+from autotp.ownership.engine import Choices, Ownership, rule_of
 from autotp.ownership.rules_movement import movement
 from autotp.ownership.rules_pointwise import pointwise
 from autotp.ownership.state import Owned, Weights
@@ -301,6 +301,3 @@ def _search(
     fixed = frozenset(c.index for c in record.calls if c.fixed)
     found = Search(model, args, kwargs, record, tp, Choices(forced, opaque=fixed)).run()
     return replace(found, chosen=frozenset(forced))
-
-
-__all__ = ["Analysis", "analyse", "find_rule"]

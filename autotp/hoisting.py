@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotp.analysis import Analysis
-from autotp.program import CallEdit, NumberEdit, OperandEdit, ResultEdit
+from autotp.program import CallEdit, OperandEdit, ResultEdit
 from autotp.record import Call, ModuleCall
 from autotp.trees import Ref
 
@@ -50,6 +50,7 @@ class Hoisting:
         self.a, self.trace = analysis, analysis.trace
         self.programs: dict[str, ModuleProgram] = {}
         self.edits = {c: _copy(e) for c, e in analysis.edits.items()}
+        self.written = {t for op in self.trace.ops for t in op.writes}
         self.readers: dict[int, list[Call]] = defaultdict(list)
         for c in self.trace.calls:
             for x in c.leaves:
@@ -179,9 +180,8 @@ class Hoisting:
         inside = [c for c in self.readers[tid] if m.start <= c.index < m.stop]
         leaves = [(c, i) for c in inside for i, x in enumerate(c.leaves) if isinstance(x, Ref) and x.tid == tid]
         returned = tid in m.outputs.values()
-        written = any(tid in op.writes for op in self.trace.ops)
         same = all(self.a.edits[c.index].operands.get(i) == edit for c, i in leaves)
-        return same and not returned and not written
+        return same and not returned and tid not in self.written
 
     # ------------------------------------------------------------ outputs
     def _outputs(self) -> None:
@@ -213,6 +213,3 @@ def _copy(e: CallEdit) -> CallEdit:
 def _folded(edits: list[CallEdit]) -> list[CallEdit]:
     """One edit if a place is edited alike each time it is reached (loops, shared modules)."""
     return edits[:1] if all(e == edits[0] for e in edits[1:]) else edits
-
-
-__all__ = ["Hoisting", "ModuleProgram", "NumberEdit"]

@@ -17,9 +17,9 @@ from autotp.errors import InputError, PlanError, StrictError
 from autotp.hoisting import Hoisting, ModuleProgram
 from autotp.layouts import Layout
 from autotp.mesh import MeshAxes, as_mesh_axes
-from autotp.plan_types import Collective, Finding, Memory, Plan, Row
+from autotp.plan_types import Finding, Memory, Plan, Row
 from autotp.reasons import rows_of
-from autotp.rules import Forced, choices_of, resolve
+from autotp.rules import choices_of, resolve
 from autotp.traffic import collectives_of
 
 
@@ -170,6 +170,3 @@ def _refuse_whole(made: Plan) -> None:
         shown = "; ".join(f"{f.where} {f.message}" for f in found[:5])
         more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
         raise StrictError(f"strict: {len(found)} weight matrices would be whole on every rank: {shown}{more}")
-
-
-__all__ = ["Collective", "Forced", "Prepared", "example", "plan", "prepare"]

@@ -17,10 +17,10 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from autotp import torch_hooks
 from autotp.data_parallel import apply_fsdp, check_fsdp
-from autotp.errors import AutotpError, MeshError, PlanError
+from autotp.errors import MeshError, PlanError
 from autotp.hoisting import ModuleProgram
 from autotp.layouts import distribute, layout_of
-from autotp.mesh import MeshAxes, resolve_mesh
+from autotp.mesh import resolve_mesh
 from autotp.plan_types import Plan
 from autotp.planning import Prepared, prepare
 from autotp.styles.comm import Ranks
@@ -203,6 +203,3 @@ def _share_first(model: nn.Module, ranks: Ranks) -> None:
         dist.broadcast(whole, ranks.first, group=ranks.group)
         if whole.data_ptr() != t.data_ptr():
             t.detach().copy_(whole)
-
-
-__all__ = ["AutotpError", "LocalStyle", "MeshAxes", "shard"]

@@ -179,19 +179,8 @@ def opened(func: Any) -> Any | None:
     if func is not F.multi_head_attention_forward:
         return None
     never = {n: (lambda *a, **k: False) for n in func.__globals__ if n.startswith("has_torch_function")}
-    return (
-        types.FunctionType(
-            func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__
-        )
-        if func.__kwdefaults__ is None
-        else _with_kwdefaults(func, never)
-    )
-
-
-def _with_kwdefaults(func: Any, never: dict[str, Any]) -> Any:
-    clone = types.FunctionType(
-        func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__
-    )
+    scope = {**func.__globals__, **never}
+    clone = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
     clone.__kwdefaults__ = func.__kwdefaults__
     return clone
 

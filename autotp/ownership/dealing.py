@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from autotp.ownership.engine import Ownership
-from autotp.ownership.nodes import core, varies
+from autotp.ownership.nodes import core
 
 Sets = dict[int, tuple[Sequence[int], ...]]  # dim -> for each rank the indices it holds
 
@@ -103,6 +102,3 @@ def deal(groups: int, tp: int) -> list[int]:
     if share * (tp - 1) < groups:
         return [g // share for g in range(groups)]
     return [r for r in range(tp) for _ in range(groups // tp + (r < groups % tp))]
-
-
-__all__ = ["Dealing", "NotARectangle", "Sets", "deal", "local_shape", "torch", "varies"]

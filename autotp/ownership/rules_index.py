@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from autotp.ownership.engine import Ownership, no_rule, rule
 from autotp.ownership.nodes import compress, varies
 from autotp.ownership.rules_movement import move_weights, moved
-from autotp.ownership.state import Owned, Weights
+from autotp.ownership.state import Weights
 from autotp.record import Op
 from autotp.trees import Ref
 
@@ -73,11 +72,10 @@ def _rows(own: Ownership, op: Op, tid: int, touched: list[int], others: list[int
     if o is None:
         own.want(tid)
         return own.put(op, None)
-    merged = o
     if any(varies(o, d) for d in touched):
         return own.all_whole(op, f"{op.func.overloadpacket} looks up along a dim where it would be cut")
     own.want(tid, "own")
-    return own.put(op, _with_indices(own, op, lambda p: compress(moved(p, tid, merged, shapes)[0])))
+    return own.put(op, _with_indices(own, op, lambda p: compress(moved(p, tid, o, shapes)[0])))
 
 
 def _with_indices(own: Ownership, op: Op, run: Callable[[Op], Any]) -> Any:
@@ -167,6 +165,3 @@ def gather(own: Ownership, op: Op) -> None:
 def scatter(own: Ownership, op: Op) -> None:
     """Writes by index need whole tensors."""
     own.all_whole(op, f"op {op.func} writes by index")
-
-
-__all__ = ["Owned", "Tensor", "embedding"]

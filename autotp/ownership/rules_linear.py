@@ -8,7 +8,6 @@ Dims are named by letters as in einsum. With an activation ``x`` and weights ``w
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from autotp.ownership.engine import Ownership, no_rule, rule
@@ -363,6 +362,3 @@ def _stop_partial(own: Ownership, op: Op) -> None:
     own.new_opaque[own.trace.ops[own.at].call] = f"{op.func.overloadpacket} works on a sum that is not complete"
     for t in op.outs:
         own.states[t] = None
-
-
-__all__ = ["add_bias", "carry_partial", "product", "torch"]

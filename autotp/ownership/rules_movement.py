@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from autotp.ownership.engine import Ownership, no_rule, rule
 from autotp.ownership.nodes import compress, varies
 from autotp.ownership.rules_pointwise import agreeing
-from autotp.ownership.state import Owned, State, Vec, Weights
+from autotp.ownership.state import Owned, Vec, Weights
 from autotp.record import Op
 from autotp.trees import Ref, flatten, rebuild
 
@@ -278,6 +277,3 @@ def spatial_1d(own: Ownership, op: Op) -> None:
 def spatial_3d(own: Ownership, op: Op) -> None:
     """The last three dims are space."""
     spatial(own, op, 3)
-
-
-__all__ = ["F", "State", "cat", "moved", "movement", "spatial"]
