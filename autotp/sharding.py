@@ -123,6 +123,12 @@ def shard(
         model, axes, sample=sample, rules=rules, plan=plan, sequence_parallel=sequence_parallel,
         min_bytes=min_bytes, strict=strict,
     )  # fmt: skip
+    return apply(model, mesh, prepared, fsdp=fsdp)
+
+
+def apply(model: nn.Module, mesh: DeviceMesh, prepared: Prepared, *, fsdp: bool = True) -> nn.Module:
+    """Apply what was prepared; communicates: the ranks compare their plans, and take the first one's values."""
+    axes = resolve_mesh(mesh)
     data = fsdp and axes.fsdp > 1
     if axes.tp == 1:
         return apply_fsdp(model, mesh, axes) if data else model
@@ -130,11 +136,11 @@ def shard(
     ranks = Ranks(tp_mesh.get_group(), tp_mesh.get_local_rank(), tp_mesh.size())
     _agree(prepared.plan, ranks)
     _share_first(model, ranks)
-    _apply(model, prepared, tp_mesh, ranks)
+    _cut(model, prepared, tp_mesh, ranks)
     return apply_fsdp(model, mesh, axes) if data else model
 
 
-def _apply(model: nn.Module, prepared: Prepared, mesh: DeviceMesh, ranks: Ranks) -> nn.Module:
+def _cut(model: nn.Module, prepared: Prepared, mesh: DeviceMesh, ranks: Ranks) -> nn.Module:
     assert prepared.analysis is not None
     trace = prepared.analysis.trace
     layouts = {name: prepared.layout(name) for name in trace.leaves}

@@ -1,0 +1,165 @@
+"""Shard every architecture of a zoo on local ranks and compare it with itself, unsharded.
+
+    python tests/zoo/run.py ZOO_FOLDER --record zoo.jsonl
+    python tests/zoo/run.py ZOO_FOLDER 'hf:.*moe' --tp 2 --record zoo.jsonl
+
+The record has one line per entry and tensor-parallel size; what is in it already is passed over, so that a run that
+was stopped goes on. Every entry is a process of its own: one that crashes or hangs takes nothing with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import multiprocessing as mp
+import os
+import re
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+
+class Running(NamedTuple):
+    """A child at work."""
+
+    process: Any
+    pipe: Connection
+    name: str
+    sizes: tuple[int, ...]
+    deadline: float
+
+
+def main() -> int:
+    """Exit code 1 if an entry is wrong, crashed or hung."""
+    options = arguments()
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    index = json.loads((Path(options.zoo) / "zoo_index.json").read_text())
+    names = [n for n, entry in index.items() if entry.get("ok") and re.search(options.pattern, n)]
+    todo = remaining(names, tuple(options.tp), Path(options.record))
+    warm_up()
+    start = time.monotonic()
+    counts: dict[str, int] = {}
+    with open(options.record, "a") as file:
+        for n, found in enumerate(work(todo, options), 1):
+            for record in found:
+                counts[record["status"]] = counts.get(record["status"], 0) + 1
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+                print(f"[{n}/{len(todo)} {time.monotonic() - start:.0f} s] {line(record)}", flush=True)
+    print(", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "nothing to do")
+    return 0 if set(counts) <= {"exact", "refused", "broken"} else 1
+
+
+def arguments() -> argparse.Namespace:
+    """What the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("zoo", help="a folder with zoo.py, which has build(name), and zoo_index.json")
+    parser.add_argument("pattern", nargs="?", default="", help="a regular expression over the names")
+    parser.add_argument("--tp", type=int, nargs="+", default=[2, 4], help="tensor-parallel sizes")
+    parser.add_argument("--record", default="zoo.jsonl", help="file that records are added to")
+    parser.add_argument("--jobs", type=int, default=2, help="entries at a time")
+    parser.add_argument("--timeout", type=float, default=180, help="seconds per entry and size")
+    return parser.parse_args()
+
+
+def remaining(names: list[str], sizes: tuple[int, ...], record: Path) -> list[tuple[str, tuple[int, ...]]]:
+    """The names with the sizes that the record lacks."""
+    done = set()
+    if record.exists():
+        done = {(r["name"], r["tp"]) for r in map(json.loads, record.read_text().splitlines())}
+    left = [(name, tuple(tp for tp in sizes if (name, tp) not in done)) for name in names]
+    return [(name, missing) for name, missing in left if missing]
+
+
+def warm_up() -> None:
+    """Import once what every child would import."""
+    import torch
+
+    torch.set_num_threads(1)
+    for name in ("torchvision", "transformers", "timm", "tests.zoo.entry"):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            pass
+
+
+def work(todo: list[tuple[str, tuple[int, ...]]], options: argparse.Namespace) -> Any:
+    """Yields the records of one entry after another, a few entries at a time."""
+    waiting, running = list(reversed(todo)), dict[Any, Running]()
+    while waiting or running:
+        while waiting and len(running) < options.jobs:
+            child = launch(*waiting.pop(), options)
+            running[child.pipe] = child
+        for pipe in wait(list(running), timeout=1.0):
+            yield collect(running.pop(pipe))
+        for child in [c for c in running.values() if time.monotonic() > c.deadline]:
+            del running[child.pipe]
+            yield give_up(child, "hung", "no answer in time")
+
+
+def launch(name: str, sizes: tuple[int, ...], options: argparse.Namespace) -> Running:
+    """A fork of its own for one entry, in a process group of its own."""
+    ours, theirs = mp.Pipe(duplex=False)
+    context = mp.get_context("fork")
+    process = context.Process(target=child, args=(theirs, options.zoo, name, sizes, options.timeout))
+    process.start()
+    theirs.close()
+    return Running(process, ours, name, sizes, time.monotonic() + options.timeout * 2 * len(sizes))
+
+
+def child(pipe: Connection, zoo: str, name: str, sizes: tuple[int, ...], seconds: float) -> None:
+    """What the fork does."""
+    os.setsid()
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    from tests.zoo.entry import records
+
+    pipe.send(records(zoo, name, sizes, seconds))
+
+
+def collect(done: Running) -> list[dict[str, Any]]:
+    """The answer of a child that has one, or that it died."""
+    try:
+        found = done.pipe.recv()
+    except (EOFError, OSError):
+        return give_up(done, "crashed", "the process ended without an answer")
+    _end(done)
+    return list(found)
+
+
+def give_up(bad: Running, status: str, text: str) -> list[dict[str, Any]]:
+    """End a child that is late or dead, with all of its ranks."""
+    _end(bad)
+    return [{"name": bad.name, "tp": tp, "status": status, "text": text, "seconds": 0.0} for tp in bad.sizes]
+
+
+def _end(done: Running) -> None:
+    try:
+        os.killpg(done.process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+    done.process.join()
+    done.pipe.close()
+
+
+def line(record: dict[str, Any]) -> str:
+    """One line for people."""
+    text = f"{record['status']:8} tp={record['tp']} {record.get('seconds', 0):6.1f}s  {record['name']}"
+    if "forward_error" in record:
+        text += f"  forward {record['forward_error']:.0e}  gradients {record['gradient_error']:.0e}"
+        text += f"  cut {record['cut_share']:.1%}" + ("" if record["promoted"] else "  (float32)")
+    if record["status"] != "exact":
+        reason = record.get("text") or "; ".join(record.get("problems", [])) or record.get("first_bad", "")
+        text += "\n    " + reason.strip()[-600:].replace("\n", "\n    ")
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())
