@@ -58,10 +58,15 @@ def _by_module(plan: Plan) -> dict[str, str]:
         module, _, kind = row.name.rpartition(".")
         weight = rows.get(f"{module}.weight")
         if kind == "weight" and module:
-            styles[module] = row.style
+            styles[module] = _elsewhere(row.style)
         elif not (kind == "bias" and weight and (weight.style != WHOLE or row.style == WHOLE)):
-            styles[row.name] = row.style
+            styles[row.name] = _elsewhere(row.style)
     return styles
+
+
+def _elsewhere(style: str) -> str:
+    """Nobody else keeps in parts what the sample does not reach: it is whole there."""
+    return WHOLE if style == "gathered_at_use" else style
 
 
 def _glob(name: str) -> str:
@@ -144,7 +149,7 @@ def _beyond_stock(plan: Plan) -> list[str]:
         lambda row: _bias_problem(row, cut_weights),
         lambda row: _weight_problem(row, plan.tp),
     ]
-    for row, count in fold_rows([row for row in plan.parameters if row.style != WHOLE]):
+    for row, count in fold_rows([row for row in plan.parameters if _elsewhere(row.style) != WHOLE]):
         cause = next(filter(None, (reason(row) for reason in reasons)), None)
         if cause:
             problems.append(f"{row.name} ({row.style}): {cause}" + (f" [{count} rows]" if count > 1 else ""))

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotp.analysis import Analysis
-from autotp.program import CallEdit, OperandEdit, ResultEdit
+from autotp.ownership.dealing import Sets
+from autotp.program import CallEdit, Cuts, OperandEdit, ResultEdit
 from autotp.record import Call, ModuleCall
 from autotp.trees import Ref
 
@@ -30,6 +31,7 @@ class ModuleProgram:
     calls: dict[Site, list[CallEdit]] = field(default_factory=dict)
     kinds: frozenset[Any] = frozenset()  # how it was called when it was planned
     holds_cut: bool = False  # its own code handles cut tensors
+    reached: bool = True  # it ran when the plan was made
     inner: bool = False  # it only works inside the model's forward: its edges are cut, or entered further out
 
     @property
@@ -92,6 +94,9 @@ class Hoisting:
         for m in self.trace.modules:
             if m.parent >= 0 and any(sets(t) for t in (*m.inputs.values(), *m.outputs.values())):
                 self._program(self.trace.modules[m.parent].path).holds_cut = True
+        ran = {m.path for m in self.trace.modules}
+        for path, program in self.programs.items():
+            program.reached = path in ran
         entered = {(m.index, m.inputs[p]) for m in self.trace.modules for p in self._edge(m)}
         for m in self.trace.modules:
             program = self.programs.get(m.path)
@@ -120,7 +125,8 @@ class Hoisting:
             path, _, attr = name.rpartition(".")
             if self.trace.tensors[tid].parameter or self.a.dealing.sets(tid):
                 owners[tid][path] = attr
-                self._program(path).params[attr] = OperandEdit()
+                kept = tid in self.a.own.stored
+                self._program(path).params[attr] = OperandEdit(gather=_cuts(self.a.dealing.sets(tid)) if kept else ())
         for tid, places in owners.items():
             by_path: dict[str, list[tuple[Call, int]]] = defaultdict(list)
             for c in self.readers.get(tid, []):
@@ -204,6 +210,10 @@ class Hoisting:
                 self._program(module).outputs[path] = results.pop()
                 for c, i in uses:
                     self.edits[c.index].results.pop(i)
+
+
+def _cuts(sets: Sets) -> Cuts:
+    return tuple(sorted(sets.items()))
 
 
 def _copy(e: CallEdit) -> CallEdit:

@@ -28,6 +28,7 @@ STYLES = (
     "embedding_rowwise",
     "embedding_colwise",
     "sequence_parallel",
+    "gathered_at_use",
     "replicated_with_grad_allreduce",
     "replicate",
 )

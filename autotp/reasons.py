@@ -60,6 +60,8 @@ class _Rows:
         if not sets:
             return ("replicated_with_grad_allreduce" if tid in self.entered else "replicate"), None
         dim, per_rank = next(iter(sets.items()))
+        if tid in self.own.stored:
+            return "gathered_at_use", dim
         roles = self.own.roles.get(tid, {})
         role = roles.get(dim, "out")
         if role in ("rows", "features") or "rows" in roles.values():
@@ -71,6 +73,10 @@ class _Rows:
         return f"{prefix}colwise" + ("_gather_output" if tid in self.gathers and len(roles) else ""), dim
 
     def _cut_reason(self, tid: int, dim: int) -> str:
+        if tid in self.own.stored:
+            return (
+                "its module was not reached by the sample: kept in parts, and put together when it is called by itself"
+            )
         base, n = self.own.base[tid, dim], self.trace.tensors[tid].shape[dim]
         groups, sizes = np.unique(self.own.nodes.find(np.arange(base, base + n)), return_counts=True)
         shares = np.bincount(self.a.dealing.rank_of[groups], minlength=self.a.dealing.tp).tolist()

@@ -157,6 +157,7 @@ class Recorder:
     def __init__(self) -> None:
         self.trace = Trace()
         self.ids: dict[int, int] = {}
+        self.alike: dict[int, list[int]] = {}  # storage -> the tensors that share it
         self.stack: list[int] = []
         self.call: Call | None = None
 
@@ -171,6 +172,7 @@ class Recorder:
         real, storage = not isinstance(t, Traced), inner.untyped_storage()._cdata
         self.trace.tensors.append(TensorInfo(tuple(inner.shape), inner.dtype, leaf, grad, storage, real))
         self.trace.objects.append(t)
+        self.alike.setdefault(storage, []).append(tid)
         self.ids[id(t)] = tid
         return tid
 
@@ -195,12 +197,17 @@ class Recorder:
             else:
                 outs.append(-1)
         for w in writes:
-            self.trace.tensors[w].grad |= grad
-            if any(not self.trace.tensors[i].real for i in ins):
-                self.trace.tensors[w].real = False
+            self._written(w, grad, all(self.trace.tensors[i].real for i in ins))
         a, k = rebuild(leaves, spec)
         call = self.call.index if self.call else -1
         self.trace.ops.append(Op(func, a, k, ins, outs, writes, call))
+
+    def _written(self, tid: int, grad: bool, real: bool) -> None:
+        """A write through a view reaches all tensors of the storage: what they were made from, and other views."""
+        for t in self.alike.get(self.trace.tensors[tid].storage, ()):
+            info = self.trace.tensors[t]
+            info.grad |= grad
+            info.real &= real
 
     # ---- calls and modules
     def open_call(self, func: Any, args: Any, kwargs: Any, site: tuple[Any, ...]) -> Call:

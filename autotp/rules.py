@@ -25,6 +25,7 @@ _ROLE_OF = {
     "packed_rowwise": ("in",),
     "embedding_rowwise": ("rows", "out"),
     "embedding_colwise": ("features", "in"),
+    "gathered_at_use": (),
 }
 _WHOLE = {"replicate", "replicated_with_grad_allreduce"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import opcode
 import os
 import sys
 import types
@@ -219,9 +220,25 @@ def call_site(depth: int = 2, base: types.FrameType | None = None) -> tuple[Any,
                 return ()
             break
         if not _is_own(code):
-            chain.append((code, frame.f_lasti))
+            chain.append((code, _instruction(code, frame.f_lasti)))
         frame = frame.f_back
     return tuple(chain)
+
+
+_PRECALL = opcode.opmap.get("PRECALL", -1)  # Python 3.11 only
+_PRECALL_BYTES = 4  # with its one cache entry
+_PRECALLS: dict[int, tuple[types.CodeType, frozenset[int]]] = {}
+
+
+def _instruction(code: types.CodeType, last: int) -> int:
+    """The place of a call, which Python 3.11 shows at either of two instructions, once it has run a few times."""
+    if _PRECALL < 0:
+        return last
+    known = _PRECALLS.get(id(code))
+    if known is None:
+        text = code.co_code
+        known = _PRECALLS[id(code)] = code, frozenset(i for i in range(0, len(text), 2) if text[i] == _PRECALL)
+    return last + _PRECALL_BYTES if last in known[1] else last
 
 
 def describe_site(site: tuple[Any, ...]) -> str:

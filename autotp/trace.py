@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotp import torch_hooks
+from autotp.caches import forget_tensors
 from autotp.errors import AutotpError
 from autotp.plausible import integer_outputs, scalar
 from autotp.record import Call, Recorder, Trace, Traced
@@ -273,15 +274,32 @@ def run(
     """Run a twin on example inputs under the recorder and return the record."""
     rec = twin.recorder
     a, k = as_inputs((args, kwargs), rec)
-    before = _bound(twin.model)
-    with recording(rec, intercept, metadata):
-        out = twin.model(*a, **k)
+    before, built = _bound(twin.model), dict(twin.model.named_modules())
+    forget_tensors()
+    try:
+        with recording(rec, intercept, metadata):
+            out = twin.model(*a, **k)
+    finally:
+        forget_tensors()
+    _refuse_rebuilt(twin.model, built)
     leaves = rec.refs(out)[0]
     rec.trace.returned = [x for x in leaves if not isinstance(x, Ref)]
     # what the forward leaves behind in buffers and attributes is there for anyone to read, like an output
     left = [t for key, t in _bound(twin.model).items() if before.get(key) is not t and id(t) in rec.ids]
     rec.trace.outputs = [x.tid for x in leaves if isinstance(x, Ref)] + [rec.ids[id(t)] for t in left]
     return rec.trace
+
+
+def _refuse_rebuilt(model: nn.Module, before: dict[str, nn.Module]) -> None:
+    """What is applied to modules is lost with them."""
+    after = dict(model.named_modules())
+    lost = next((path for path, m in before.items() if after.get(path) is not m), None)
+    if lost is not None:
+        raise AutotpError(
+            f"{lost}: the forward puts another module in its place ({type(before[lost]).__name__} before, "
+            f"{type(after.get(lost)).__name__} after). Run the model once on inputs of the kind that it will get, so "
+            "that it takes its final form, then plan or shard it"
+        )
 
 
 def _bound(model: nn.Module) -> dict[tuple[str, str], Tensor]:

@@ -188,7 +188,7 @@ class LocalForward:
         guarded: bool = True,
     ) -> None:
         self.path, self.ranks, self.model, self.names, self.cut = program.path, ranks, model, names, cut
-        self.inner = program.inner
+        self.inner, self.reached = program.inner, program.reached
         self.params = [(n, operand(e, ranks) if e else None) for n, e in program.params.items()]
         self.inputs = [(p, operand(e, ranks)) for p, e in program.inputs.items()]
         self.outputs = [(p, outcome(e, ranks)) for p, e in program.outputs.items()]
@@ -208,6 +208,11 @@ class LocalForward:
             raise AutotpError(
                 f"{self.path} works on a rank's part and was called by itself, outside of the model's forward: call "
                 "the whole model, or shard this module by itself"
+            )
+        elif not self.reached and self.model.depth:
+            raise AutotpError(
+                f"{self.path} was not reached when the plan was made, so it is not known whether it gets a "
+                "rank's part. Pass a sample that takes this path: autotp.shard(model, mesh, sample=(args, kwargs))."
             )
         self._check_parameters(module)
         kept: list[tuple[Any, Any, Any]] = []

@@ -10,6 +10,7 @@ was stopped goes on. Every entry is a process of its own: one that crashes or ha
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import json
 import multiprocessing as mp
@@ -41,6 +42,7 @@ def main() -> int:
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     index = json.loads((Path(options.zoo) / "zoo_index.json").read_text())
     names = [n for n, entry in index.items() if entry.get("ok") and re.search(options.pattern, n)]
+    names.sort(key=lambda n: hashlib.sha256(n.encode()).digest())  # so that a run cut short is a fair sample
     todo = remaining(names, tuple(options.tp), Path(options.record))
     warm_up()
     start = time.monotonic()

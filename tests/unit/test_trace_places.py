@@ -1,0 +1,74 @@
+"""Where calls are found in the user's code, and what must not change it."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autotp
+from autotp import caches, torch_hooks
+
+
+def _places(n: int) -> list[object]:
+    def inner(sites: list[object]) -> tuple[object, ...]:
+        sites.append(torch_hooks.call_site(1)[:2])
+        return ()
+
+    sites: list[object] = []
+    for _ in range(n):
+        tuple(inner(sites) for _ in range(1))
+    return sites
+
+
+def test_the_place_of_a_call_stays_when_python_warms_up() -> None:
+    assert len(set(_places(200))) == 1
+
+
+@functools.lru_cache(maxsize=2)
+def _remembered(n: int) -> dict[str, Tensor]:
+    return {"x": torch.zeros(n)}
+
+
+@functools.lru_cache
+def _number(n: int) -> int:
+    return n
+
+
+class _Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b((self.a(x) + _remembered(_number(16))["x"]).relu())
+
+
+def test_functions_that_remember_tensors_are_emptied_and_others_kept() -> None:
+    _remembered(3), _number(3)
+    caches.forget_tensors()
+    assert _remembered.cache_info().currsize == 0
+    assert _number.cache_info().currsize > 0
+
+
+def test_planning_leaves_no_empty_tensors_in_functions_that_remember() -> None:
+    plan = autotp.plan(_Remembers(), tp=2, sample=torch.zeros(2, 8))
+    assert plan.cut_share == 1.0
+    assert _remembered(16)["x"].device.type == "cpu"
+
+
+class _Rebuilds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        old, self.layer = self.layer, nn.Linear(8, 8)
+        return self.layer(old(x))
+
+
+def test_a_forward_that_replaces_modules_is_refused() -> None:
+    with pytest.raises(autotp.AutotpError, match=r"layer: the forward puts another module"):
+        autotp.plan(_Rebuilds(), tp=2, sample=torch.zeros(2, 8))
