@@ -95,8 +95,8 @@ class Hoisting:
             if m.parent >= 0 and any(sets(t) for t in (*m.inputs.values(), *m.outputs.values())):
                 self._program(self.trace.modules[m.parent].path).holds_cut = True
         ran = {m.path for m in self.trace.modules}
-        for path, program in self.programs.items():
-            program.reached = path in ran
+        for path, one in self.programs.items():
+            one.reached = path in ran
         entered = {(m.index, m.inputs[p]) for m in self.trace.modules for p in self._edge(m)}
         for m in self.trace.modules:
             program = self.programs.get(m.path)
