@@ -258,6 +258,8 @@ class Ownership:
         return self
 
     def _step(self, op: Op) -> None:
+        from autotp.ownership.writes import writes_part
+
         if all(self.states.get(t) is None and t not in self.partial for t in op.ins):
             for t in op.outs:
                 self.states.setdefault(t, None)
@@ -267,19 +269,10 @@ class Ownership:
 
             carry_partial(self, op)
             return None
-        if any(self._writes_part(op, t) for t in op.writes):
+        if any(writes_part(self, op, t) for t in op.writes):
             self.new_opaque[op.call] = f"op {op.func} writes into a part of a cut tensor"
             return no_rule(self, op)
         find_rule(op)(self, op)
-
-    def _writes_part(self, op: Op, tid: int) -> bool:
-        """Whether an operation writes through a view made in the same call: ``h[:, :8] = 1``."""
-        if self.made_in.get(tid) != op.call or self.owners(tid) is None:
-            return False
-        storage = self.trace.tensors[tid].storage
-        ops = self.trace.ops[self.start : self.at]
-        ins = {t for o in ops for t in o.ins if self.made_in.get(t) != op.call}
-        return any(self.trace.tensors[t].storage == storage for t in ins)
 
     def _opaque(self, call: Any) -> None:
         reason = f"{call.name} has no rule for what happens inside it"

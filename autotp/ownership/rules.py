@@ -7,4 +7,5 @@ from autotp.ownership import (  # noqa: F401
     rules_norm,
     rules_pointwise,
     rules_reduce,
+    rules_scatter,
 )

@@ -140,28 +140,3 @@ def gather(own: Ownership, op: Op) -> None:
             [n if d == dim else m for d, (n, m) in enumerate(zip(out_shape, merged.shape, strict=True))]
         ),
     )
-
-
-@rule(
-    "index_put",
-    "index_put_",
-    "index_add",
-    "index_add_",
-    "index_copy",
-    "index_copy_",
-    "scatter",
-    "scatter_",
-    "scatter_add",
-    "scatter_add_",
-    "scatter_reduce",
-    "scatter_reduce_",
-    "index_fill",
-    "masked_scatter",
-    "masked_scatter_",
-    "slice_scatter",
-    "select_scatter",
-    "index_reduce",
-)
-def scatter(own: Ownership, op: Op) -> None:
-    """Writes by index need whole tensors."""
-    own.all_whole(op, f"op {op.func} writes by index")

@@ -1,0 +1,25 @@
+"""Operations one by one, between two layers: exact in float64 and cut (tests/models/operations*.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autotp.ranks import RankPool
+from tests.models.operations import Case, check, measured
+from tests.models.operations_scatter import SCATTER
+
+pytestmark = pytest.mark.slow
+
+CASES: dict[str, Case] = {**SCATTER}
+
+
+def run(payload: dict[str, Any]) -> dict[str, Any]:
+    """One case on this rank."""
+    return measured(CASES[payload["name"]], payload["tp"])
+
+
+@pytest.mark.parametrize(("name", "tp"), [(n, tp) for n, c in CASES.items() for tp in c.tp])
+def test_operation(ranks: RankPool, name: str, tp: int) -> None:
+    check(ranks.run("tests.exact.test_operations:run", {"name": name, "tp": tp})[0], CASES[name])
