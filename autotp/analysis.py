@@ -188,6 +188,8 @@ class Search:
     @staticmethod
     def _only_source(own: Ownership, op: Op) -> int | None:
         found = rule_of(op.func)
+        if op.call in own.shared:  # the cut tensor may as well be gathered before it
+            return next(x.tid for x in own.trace.calls[op.call].leaves if isinstance(x, Ref))
         if not (found in (movement, pointwise) or (found is None and torch_hooks.is_pointwise(op.func))) or op.writes:
             return None
         ins = list(dict.fromkeys(op.ins))

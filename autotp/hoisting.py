@@ -217,7 +217,8 @@ def _cuts(sets: Sets) -> Cuts:
 
 
 def _copy(e: CallEdit) -> CallEdit:
-    return CallEdit(dict(e.operands), dict(e.results), {r: dict(n) for r, n in e.numbers.items()}, e.rows, e.random)
+    numbers = {r: dict(n) for r, n in e.numbers.items()}
+    return replace(e, operands=dict(e.operands), results=dict(e.results), numbers=numbers)
 
 
 def _folded(edits: list[CallEdit]) -> list[CallEdit]:

@@ -15,6 +15,7 @@ from autotp import torch_hooks
 from autotp.ownership.dealing import Dealing, Sets, indices
 from autotp.ownership.engine import Ownership
 from autotp.ownership.rules_movement import IDENTITY
+from autotp.ownership.rules_shared_norm import SharedNorm
 from autotp.ownership.state import Want
 from autotp.record import Call, Op
 from autotp.trees import Ref
@@ -45,6 +46,14 @@ class ResultEdit:
     gather: Cuts = ()
 
 
+@dataclass(frozen=True)
+class NormEdit:
+    """A norm that shares its statistics, and who holds which index of the cut dim of its input."""
+
+    norm: SharedNorm
+    parts: Indices
+
+
 @dataclass
 class CallEdit:
     """All edits of one call. ``numbers[rank]`` maps a leaf to how its number is changed."""
@@ -53,12 +62,19 @@ class CallEdit:
     results: dict[int, ResultEdit] = field(default_factory=dict)
     numbers: dict[int, dict[int, NumberEdit]] = field(default_factory=dict)
     rows: Indices | None = None
+    norm: NormEdit | None = None
     random: bool = False
     local: bool = False  # an operand is a parameter of another module: its local tensor is taken here
 
     def __bool__(self) -> bool:
         return bool(
-            self.operands or self.results or any(self.numbers.values()) or self.rows or self.random or self.local
+            self.operands
+            or self.results
+            or any(self.numbers.values())
+            or self.rows
+            or self.norm
+            or self.random
+            or self.local
         )
 
 
@@ -109,7 +125,8 @@ class Lowering:
         for tid, conversions in found.items():
             if tid not in leaf_of:
                 raise CannotEdit(call.index, f"{call.name} reads a tensor that is not among its arguments")
-            if len(conversions) > 1 or self._used_otherwise(tid, call, settled):
+            shared = call.index in self.own.shared  # replaced as a whole
+            if len(conversions) > 1 or (not shared and self._used_otherwise(tid, call, settled)):
                 raise CannotEdit(call.index, f"{call.name} needs one operand in two ways")
             for leaf in leaf_of[tid]:
                 edit.operands[leaf] = next(iter(conversions))
@@ -118,6 +135,7 @@ class Lowering:
         if call.fixed and (edit.operands or edit.results):
             raise CannotEdit(call.index, f"{call.name} is a custom autograd function, whose gradient is not known")
         edit.rows = self._rows(call)
+        edit.norm = self._norm(call)
         edit.random = self._random(call)
         return edit
 
@@ -274,6 +292,13 @@ class Lowering:
                 return self.dealing.sets(self.trace.ops[i].args[0].tid)[0]
         return None
 
+    def _norm(self, call: Call) -> NormEdit | None:
+        norm = self.own.shared.get(call.index)
+        if norm is None:
+            return None
+        x = next(x.tid for x in call.leaves if isinstance(x, Ref))
+        return NormEdit(norm, self.dealing.sets(x)[norm.cut])
+
     def _random(self, call: Call) -> bool:
         if not self.trace.draws:
             return False
@@ -305,4 +330,4 @@ def _numel(shape: tuple[int, ...]) -> int:
     return n
 
 
-__all__ = ["CallEdit", "CannotEdit", "Lowering", "NumberEdit", "OperandEdit", "ResultEdit"]
+__all__ = ["CallEdit", "CannotEdit", "Lowering", "NormEdit", "NumberEdit", "OperandEdit", "ResultEdit"]

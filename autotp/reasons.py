@@ -24,9 +24,11 @@ class _Rows:
         self.heads = np.unique(self.own.nodes.find(np.concatenate(attended))) if attended else np.zeros(0, dtype=int)
         self.entered: set[int] = set()
         self.gathers: dict[int, str] = {}
+        self.normed: set[int] = set()
         for c in self.trace.calls:
             edit = analysis.edits[c.index]
             params = [x.tid for x in c.leaves if isinstance(x, Ref) and self.trace.tensors[x.tid].parameter]
+            self.normed |= set(params) if edit.norm else set()
             for i, e in edit.operands.items():
                 if e.enter:
                     self.entered.add(c.leaves[i].tid)
@@ -94,6 +96,8 @@ class _Rows:
             text = f"{len(groups)} groups of {span} {kind} that belong together, {each} per rank"
         if tid in self.gathers and role != "in":
             text += f"; its output is gathered: {self.gathers[tid]}"
+        if tid in self.normed:
+            text += "; the norm's statistics are shared by the ranks"
         if role == "rows":
             text += "; each rank looks up its own rows"
         if tid in self.own.split_input:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from autotp.analysis import Analysis
 from autotp.hoisting import ModuleProgram
 from autotp.plan_types import Collective
-from autotp.record import Trace
+from autotp.program import NormEdit
+from autotp.record import Call, Trace
 from autotp.trees import Ref
 
 
@@ -36,11 +37,23 @@ def collectives_of(analysis: Analysis, programs: dict[str, ModuleProgram]) -> tu
                 backward.append(
                     _one(analysis, _place(trace, edge, c.module, tid) or where, "all_reduce", "backward", tid)
                 )
+        if edit.norm is not None:
+            both = _statistics(analysis, c, edit.norm)
+            forward.append(Collective(module=where, kind=both[0], when="forward", bytes=both[1]))
+            backward.append(Collective(module=where, kind="all_reduce", when="backward", bytes=both[1]))
         for i, r in edit.results.items():
             if isinstance(c.outs[i], Ref):
                 kind = "all_reduce" if r.leave else "all_gather"
                 forward.append(_one(analysis, where, kind, "forward", c.outs[i].tid))
     return (*_with_skipped(trace, forward), *_with_skipped(trace, backward))
+
+
+def _statistics(analysis: Analysis, call: Call, edit: NormEdit) -> tuple[str, int]:
+    """How a norm's statistics are exchanged, and the bytes of all of them."""
+    info = analysis.trace.tensors[next(x.tid for x in call.leaves if isinstance(x, Ref))]
+    rows = info.shape[0] * edit.norm.over if edit.norm.kind == "group" else math.prod(info.shape[: -edit.norm.over])
+    size = rows * max(info.dtype.itemsize, 4)
+    return ("all_reduce", size) if edit.norm.kind == "rms" else ("all_gather", 2 * len(edit.parts) * size)
 
 
 def _with_skipped(trace: Trace, found: list[Collective]) -> list[Collective]:

@@ -34,6 +34,23 @@ def rule(*packets: str) -> Callable[[Rule], Rule]:
     return register
 
 
+CallRule = Callable[["Ownership", Any], bool]
+CALL_RULES: dict[Any, CallRule] = {}
+
+
+def call_rule(*functions: Any) -> Callable[[CallRule], CallRule]:
+    """Register a rule for whole calls of torch functions; where it says False, the operations inside are gone through.
+
+    Only for calls that a rank replaces as a whole.
+    """
+
+    def register(f: CallRule) -> CallRule:
+        CALL_RULES.update(dict.fromkeys(functions, f))
+        return f
+
+    return register
+
+
 @dataclass(frozen=True)
 class Choices:
     """What is decided before a pass: ``dims`` forces a parameter's cut (None: leave whole), ``gather`` lists tensors
@@ -57,6 +74,7 @@ class Ownership:
         self.was_partial: set[int] = set()
         self.scaled: dict[int, int] = {}  # call -> an integer argument that counts groups, to be scaled with them
         self.vocab: set[int] = set()
+        self.shared: dict[int, Any] = {}  # call -> a norm over cut features, whose statistics the ranks share
         self.leave: dict[int, int] = {}
         self.gathered: dict[int, Tensor] = {}
         self.new_gather: dict[int, str] = {}
@@ -245,12 +263,18 @@ class Ownership:
 
     # ------------------------------------------------------------ the pass
     def run(self) -> Ownership:
+        from autotp.ownership import rules  # noqa: F401  (fills the tables)
+
         trace = self.trace
         for call in trace.calls:
             if call.index in self.choices.opaque:
                 self._opaque(call)
                 continue
-            self.start = call.start
+            self.start = self.at = call.start
+            whole_call = CALL_RULES.get(call.func)
+            if whole_call is not None and whole_call(self, call):
+                self._close(call)
+                continue
             for i in range(call.start, call.stop):
                 self.at = i
                 self._step(trace.ops[i])

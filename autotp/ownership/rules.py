@@ -8,4 +8,5 @@ from autotp.ownership import (  # noqa: F401
     rules_pointwise,
     rules_reduce,
     rules_scatter,
+    rules_shared_norm,
 )

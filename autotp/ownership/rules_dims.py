@@ -79,7 +79,7 @@ def by_dims(
             own.put(op, None, i)
         return None
     for x in operands:
-        if own.open_weights(x.tid) is not None and not _cut_with(own, x, acc):
+        if own.open_weights(x.tid) is not None and not cut_with(own, x, acc):
             own.note(x.tid, SHARED)
     for x in operands:
         own.want(x.tid, "as", _alike(own, op, x, allowed, results))
@@ -95,9 +95,7 @@ def _only_weights(own: Ownership, operands: Sequence[Operand]) -> bool:
     return any(weights) and all(w or c for w, c in zip(weights, constant, strict=True))
 
 
-def _weights(
-    own: Ownership, op: Op, operands: Sequence[Operand], free: set[int], results: Sequence[Places]
-) -> None:
+def _weights(own: Ownership, op: Op, operands: Sequence[Operand], free: set[int], results: Sequence[Places]) -> None:
     """What is computed from parameters alone is still a weight."""
     vecs: list[Vec] = []
     params: frozenset[int] = frozenset()
@@ -160,8 +158,8 @@ def _at(acc: Tensor, places: Places, shape: tuple[int, ...]) -> Tensor:
         acc = acc.select(r, 0)
     left = [r for r in places if r is not None]
     acc = acc.permute([sorted(left).index(r) for r in left])
-    for d, r in enumerate(places):
-        if r is None:
+    for d, place in enumerate(places):
+        if place is None:
             acc = acc.unsqueeze(d)
         elif shape[d] != acc.shape[d]:
             acc = acc.narrow(d, 0, 1)
@@ -207,7 +205,7 @@ def _would_slice(own: Ownership, op: Op, x: Operand, acc: Tensor) -> bool:
     return whole and any(r is not None and varies(acc, r) for r in x.places)
 
 
-def _cut_with(own: Ownership, x: Operand, acc: Tensor) -> bool:
+def cut_with(own: Ownership, x: Operand, acc: Tensor) -> bool:
     """Cut a still open parameter along a place that is cut."""
     w = own.open_weights(x.tid)
     for d, r in enumerate(x.places) if w is not None else ():

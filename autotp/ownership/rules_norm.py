@@ -76,7 +76,7 @@ def group_norm(own: Ownership, op: Op) -> None:
     x = op.args[0].tid
     group = op.args[6]
     o = own.owners(x)
-    grouped = _merge_groups(own, o, group) if o is not None else None
+    grouped = merge_groups(own, o, group) if o is not None else None
     if grouped is None:
         return own.all_whole(op, f"feeds a group norm with {group} groups")
     own.want(x, "own")
@@ -91,7 +91,8 @@ def group_norm(own: Ownership, op: Op) -> None:
     return None
 
 
-def _merge_groups(own: Ownership, o: Tensor, group: int) -> Tensor | None:
+def merge_groups(own: Ownership, o: Tensor, group: int) -> Tensor | None:
+    """Owners of channels with every group of them on one rank; None where too few groups would be left."""
     merged = own.merge_along(o, [d for d in range(o.ndim) if d != 1])
     if merged is None or not varies(merged, 1) or group < own.tp:
         return None

@@ -49,9 +49,8 @@ def along_one(own: Ownership, op: Op) -> None:
 def index_put(own: Ownership, op: Op) -> None:
     """Advanced indexing: the dims without an index tensor are on their own (a mask touches as many as it has)."""
     target = op.args[0].tid
-    touched, after, dim = [], [], 0
-    places: list[int | None] = []
-    apart = False
+    touched: list[int] = []
+    dim, apart = 0, False
     for x in op.args[1]:
         n = len(own.trace.tensors[x.tid].shape) if x is not None and _is_mask(own, x.tid) else 1
         if x is not None:
@@ -62,7 +61,7 @@ def index_put(own: Ownership, op: Op) -> None:
     before = [] if apart or not touched else [d for d in free if d < touched[0]]
     after = [d for d in free if d not in before]
     indexed = _index_dims(own, op)
-    places = [*before, *[None] * indexed, *after]
+    places: list[int | None] = [*before, *[None] * indexed, *after]
     source = op.args[2].tid
     mine = own.shape(source)
     placed = places[len(places) - len(mine) :] if mine else []
@@ -103,7 +102,7 @@ def masked_scatter(own: Ownership, op: Op) -> None:
     shape, m, s = own.shape(target), own.trace.objects[mask], own.shape(source)
     last = len(shape) - 1
     rows = bool(shape) and bool(s) and s[-1] == shape[-1] and _expanded(m, shape[-1])
-    inner = {d for d in range(last)} if rows else set(range(len(shape)))
+    inner = set(range(last)) if rows else set(range(len(shape)))
     placed = (*[None] * (len(s) - 1), last) if rows else (None,) * len(s)
     marks = aligned(own, mask, shape)
     return _onto(own, op, inner, [Operand(mask, marks.places), Operand(source, placed)])

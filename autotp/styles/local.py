@@ -20,9 +20,10 @@ from autotp.errors import AutotpError
 from autotp.hoisting import ModuleProgram
 from autotp.layouts import to_local
 from autotp.numbers import edited
-from autotp.program import CallEdit, NumberEdit, OperandEdit, ResultEdit
+from autotp.program import CallEdit, NormEdit, NumberEdit, OperandEdit, ResultEdit
 from autotp.styles.comm import Ranks, enter, gather, leave, once, part
 from autotp.styles.random import own_draws
+from autotp.styles.shared_norm import shared_norm
 from autotp.trees import edit_at, flatten, kinds, rebuild
 
 Change = Callable[[Any], Any]
@@ -68,6 +69,7 @@ class BoundCall:
     numbers: tuple[tuple[int, NumberEdit], ...]
     results: tuple[tuple[int, Change], ...]
     rows: Sequence[int] | None
+    norm: NormEdit | None
     random: bool
 
     @classmethod
@@ -77,6 +79,7 @@ class BoundCall:
             tuple(edit.numbers.get(ranks.rank, {}).items()),
             tuple((i, outcome(e, ranks)) for i, e in edit.results.items()),
             edit.rows[ranks.rank] if edit.rows else None,
+            edit.norm,
             edit.random,
         )
 
@@ -91,6 +94,8 @@ class BoundCall:
         args, kwargs = rebuild(leaves, spec)
         if self.rows is not None:
             result = look_up(self.rows, func, args, kwargs)
+        elif self.norm is not None:
+            result = shared_norm(self.norm, func, args, kwargs, ranks)
         elif self.random and torch_hooks.draws(func, args, kwargs):
             with own_draws(ranks):
                 result = func(*args, **kwargs)

@@ -8,11 +8,12 @@ import pytest
 
 from autotp.ranks import RankPool
 from tests.models.operations import Case, check, measured
+from tests.models.operations_norm import NORM
 from tests.models.operations_scatter import SCATTER
 
 pytestmark = pytest.mark.slow
 
-CASES: dict[str, Case] = {**SCATTER}
+CASES: dict[str, Case] = {**SCATTER, **NORM}
 
 
 def run(payload: dict[str, Any]) -> dict[str, Any]:
@@ -23,3 +24,11 @@ def run(payload: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(("name", "tp"), [(n, tp) for n, c in CASES.items() for tp in c.tp])
 def test_operation(ranks: RankPool, name: str, tp: int) -> None:
     check(ranks.run("tests.exact.test_operations:run", {"name": name, "tp": tp})[0], CASES[name])
+
+
+def test_shared_norms_have_torchs_precision(ranks: RankPool) -> None:
+    """Statistics in float32, result in the dtype that torch gives, torch's own default for eps."""
+    found = ranks.run("tests.models.operations_norm:low_precision", {})[0]
+    for name, (got, wanted, error) in found.items():
+        assert got == wanted, name
+        assert error < 0.02, (name, error)

@@ -1,0 +1,98 @@
+"""Layer, RMS and group norms of which this rank has some of the features.
+
+The ranks exchange the mean and the variance of their parts (or the mean square), a few numbers per token. Forward: one
+collective; backward: one more, for what each rank's features say of the common statistics.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotp import torch_hooks
+from autotp.program import NormEdit
+from autotp.styles.comm import Ranks, enter, gather, leave
+
+_NAMES = {
+    "layer": ("input", "normalized_shape", "weight", "bias", "eps"),
+    "rms": ("input", "normalized_shape", "weight", "eps"),
+    "group": ("input", "num_groups", "weight", "bias", "eps"),
+}
+
+
+def shared_norm(edit: NormEdit, func: Any, args: Any, kwargs: Any, ranks: Ranks) -> Tensor:
+    """What ``func`` makes of the whole input, at this rank's features."""
+    kind = edit.norm.kind
+    given = {**dict(zip(_NAMES[kind], args, strict=False)), **kwargs}
+    x, weight, bias, eps = given["input"], given.get("weight"), given.get("bias"), given.get("eps")
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    if eps is None:
+        eps = torch.finfo(wide).eps if kind == "rms" else 1e-5
+    h = x.to(wide)
+    if kind == "group":
+        y = _group(edit, h, eps, ranks)
+        weight, bias = (None if p is None else p.view(-1, *[1] * (x.ndim - 2)) for p in (weight, bias))
+    else:
+        y = _features(edit, h, eps, ranks)
+    y = y if weight is None else y * weight
+    y = y if bias is None else y + bias
+    of_weight = None if weight is None else weight.dtype
+    return y.to(_result_dtype(func, kind, x.dtype, of_weight, x.device.type, _autocast(x)))
+
+
+def _features(edit: NormEdit, x: Tensor, eps: float, ranks: Ranks) -> Tensor:
+    """Statistics over the last dims, one of which is cut."""
+    dims = list(range(x.ndim - edit.norm.over, x.ndim))
+    shares = [len(p) for p in edit.parts]
+    if edit.norm.kind == "rms":
+        size = math.prod(x.shape[d] for d in dims) // max(shares[ranks.rank], 1) * sum(shares)
+        squares = enter(leave(x.pow(2).sum(dims, keepdim=True), ranks), ranks)
+        return x * torch.rsqrt(squares / size + eps)
+    mean = x.mean(dims, keepdim=True)
+    spread = (x - mean).pow(2).mean(dims, keepdim=True)
+    weights = x.new_tensor(shares).view(-1, *[1] * x.ndim) / sum(shares)
+    mean, spread = _combined(mean, spread, weights, ranks)
+    return (x - mean) * torch.rsqrt(spread + eps)
+
+
+def _group(edit: NormEdit, x: Tensor, eps: float, ranks: Ranks) -> Tensor:
+    """Statistics per group of channels; a rank may have some channels of a group, or none."""
+    n, groups = x.shape[:2], edit.norm.over
+    per_group = sum(len(p) for p in edit.parts) // groups
+    of = [torch.tensor([c // per_group for c in p], device=x.device, dtype=torch.int64) for p in edit.parts]
+    mine = of[ranks.rank]
+    counts = torch.stack([torch.bincount(o, minlength=groups) for o in of]).to(x.dtype)
+    own = counts[ranks.rank].clamp(min=1)
+    flat = x.reshape(*n, -1)
+    into = x.new_zeros(n[0], groups)
+    mean = into.index_add(1, mine, flat.mean(2)) / own
+    spread = into.index_add(1, mine, (flat - mean[:, mine, None]).pow(2).mean(2)) / own
+    mean, spread = _combined(mean, spread, (counts / per_group).unsqueeze(1), ranks)
+    return ((flat - mean[:, mine, None]) * torch.rsqrt(spread[:, mine, None] + eps)).view(x.shape)
+
+
+def _combined(mean: Tensor, spread: Tensor, weights: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """Mean and variance of everything from those of every rank's part; ``weights[rank]`` is its share of it."""
+    parts = tuple(range(r, r + 1) for r in range(ranks.size))
+    stats = enter(gather(torch.stack([mean, spread]).unsqueeze(0), 0, parts, ranks), ranks)
+    means, spreads = stats[:, 0], stats[:, 1]
+    total = (weights * means).sum(0)
+    return total, (weights * (spreads + (means - total).pow(2))).sum(0)
+
+
+def _autocast(x: Tensor) -> Any:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+@functools.lru_cache(maxsize=256)
+def _result_dtype(func: Any, kind: str, x: Any, weight: Any, device: str, autocast: Any) -> torch.dtype:
+    """The dtype that ``func`` gives, under autocast (which is part of the key) too."""
+    with torch_hooks.no_modes(), torch.no_grad():
+        one = torch.ones(1, 2, dtype=x, device=device)
+        w = None if weight is None else torch.ones(2, dtype=weight, device=device)
+        return func(one, 1 if kind == "group" else [2], w).dtype
