@@ -22,7 +22,7 @@ from autotp.ownership.rules_pointwise import pointwise
 from autotp.ownership.state import Owned, Weights
 from autotp.program import CallEdit, CannotEdit, Lowering
 from autotp.proof import Prover, Unproven
-from autotp.record import Op, Trace
+from autotp.record import Call, Op, Trace
 from autotp.repeats import whole_edges
 from autotp.trace import draws, trace
 from autotp.trees import Ref
@@ -65,6 +65,9 @@ class Search:
         self.readers = Counter(t for op in ops for t in dict.fromkeys(op.ins))
         self.results = {x.tid for c in self.trace.calls for x in c.outs if isinstance(x, Ref)}
         self.results &= set(self.producer)
+        self.by_site: dict[Any, list[int]] = {}
+        for c in self.trace.calls:
+            self.by_site.setdefault(c.site, []).append(c.index)
 
     def run(self) -> Analysis:
         for n in range(MAX_ROUNDS):
@@ -195,23 +198,50 @@ class Search:
         ins = list(dict.fromkeys(op.ins))
         return ins[0] if len(ins) == 1 and isinstance(own.states.get(ins[0]), Owned) else None
 
+    def _alike(self, own: Ownership, call: int) -> list[int]:
+        """This call and those at the same place of the same code on tensors cut alike: what fails once fails in all."""
+
+        def kind(c: Call) -> tuple[Any, ...]:
+            refs = [x.tid for x in (*c.leaves, *c.outs) if isinstance(x, Ref)]
+            return c.site, c.stop - c.start, tuple((own.shape(t), isinstance(own.states.get(t), Owned)) for t in refs)
+
+        wanted, calls = kind(self.trace.calls[call]), self.by_site[self.trace.calls[call].site]
+        return [call, *(i for i in calls if i != call and kind(self.trace.calls[i]) == wanted)]
+
     def _give_up_tensor(self, own: Ownership, tid: int, why: str) -> None:
         target = self._hoist(own, tid)
         if target is not None and target not in self.choices.gather:
-            self.notes[target] = why
-            return self._gather([target])
+            targets = {target, *(self._hoist(own, t) for t in self._counterparts(own, tid))} - {None}
+            self.notes.update({t: why for t in targets if t is not None})
+            return self._gather(targets)
         op = self.producer.get(tid)
         if op is not None and op.call not in self.choices.opaque:
             return self._give_up_call(own, op.call, why)
         return self._leave_whole(own, [tid], why)
 
+    def _counterparts(self, own: Ownership, tid: int) -> list[int]:
+        """The tensors that calls like the one that made ``tid`` made in its place."""
+        op = self.producer.get(tid)
+        if op is None or op.call < 0:
+            return []
+        calls, ops = self.trace.calls, self.trace.ops
+        at = next(i for i in range(calls[op.call].start, calls[op.call].stop) if ops[i] is op) - calls[op.call].start
+        place = op.outs.index(tid)
+        found = [ops[calls[c].start + at].outs for c in self._alike(own, op.call)]
+        return [
+            outs[place]
+            for outs in found
+            if len(outs) == len(op.outs) and isinstance(own.states.get(outs[place]), Owned)
+        ]
+
     def _give_up_call(self, own: Ownership, call: int, why: str) -> None:
         if call in self.choices.opaque:
             return self._leave_whole(own, [x.tid for x in self.trace.calls[call].leaves if isinstance(x, Ref)], why)
-        for x in self.trace.calls[call].leaves:
+        alike = self._alike(own, call)
+        for x in [x for c in alike for x in self.trace.calls[c].leaves]:
             if isinstance(x, Ref):
                 own.note(x.tid, why)
-        self.choices = replace(self.choices, opaque=self.choices.opaque | {call})
+        self.choices = replace(self.choices, opaque=self.choices.opaque | set(alike))
         return None
 
     def _give_up_operands(self, own: Ownership, call: int, why: str, module: str | None = None) -> None:
@@ -223,11 +253,19 @@ class Search:
             owned = [x.tid for x in c.outs if isinstance(x, Ref) and isinstance(own.states.get(x.tid), Owned)]
         targets = {self._hoist(own, t) for t in owned} - {None} - self.choices.gather
         if targets:
+            every = {t for o in owned for t in self._same_places(own, call, o)}
+            targets |= {self._hoist(own, t) for t in every} - {None} - self.choices.gather
             self.notes.update({t: why for t in targets if t is not None})
             return self._gather(targets)
         if call not in self.choices.opaque and any(own.owners(t) is not None for t in refs):
             return self._give_up_call(own, call, why)
         return self._leave_whole(own, self._nearby(call, module), why)
+
+    def _same_places(self, own: Ownership, call: int, tid: int) -> list[int]:
+        """The tensors that calls like this one get, or give, in the place of ``tid``."""
+        edges = [(*self.trace.calls[c].leaves, *self.trace.calls[c].outs) for c in self._alike(own, call)]
+        places = [i for i, x in enumerate(edges[0]) if isinstance(x, Ref) and x.tid == tid]
+        return [x.tid for edge in edges for i in places if isinstance(x := edge[i], Ref)]
 
     def _nearby(self, call: int, module: str | None) -> list[int]:
         """The parameters of the module whose code failed, then tensors of the calls before and after it."""

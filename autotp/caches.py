@@ -16,13 +16,16 @@ from torch import Tensor
 _OURS = ("torch", "torchvision", "autotp", "numpy", *sys.stdlib_module_names)
 _DEPTH = 5  # from the cached function to its table, an entry, a result, and tensors in a tuple or dict of results
 _found: tuple[int, list[Any]] = (0, [])
+_seen: dict[int, Any] = {}  # what each had done when it was last looked at
 
 
 def forget_tensors() -> None:
     """Empty all cached functions of models and their libraries that hold tensors."""
     for function in _functions():
-        if function.cache_info().currsize and _holds_tensor(function, _DEPTH):
+        done = function.cache_info()
+        if done.currsize and _seen.get(id(function)) != done and _holds_tensor(function, _DEPTH):
             function.cache_clear()
+        _seen[id(function)] = function.cache_info()
 
 
 def _functions() -> list[Any]:
