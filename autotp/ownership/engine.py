@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,13 @@ class Ownership:
         for tid in dict.fromkeys(trace.leaves.values()):
             if trace.tensors[tid].parameter:
                 self.leaf(tid)
+
+    @cached_property
+    def reach(self) -> Any:
+        """Where tensors go from where they are made."""
+        from autotp.ownership.reach import Reach
+
+        return Reach(self.trace)
 
     def leaf(self, tid: int) -> None:
         """Give every index of every dim of a parameter (or of a statistics buffer) a node."""

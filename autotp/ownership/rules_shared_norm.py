@@ -48,6 +48,8 @@ def shared_norm(own: Ownership, call: Call) -> bool:
     inside = [1] if kind == "group" else list(range(o.ndim - over, o.ndim))
     if len(cut) != 1 or cut[0] not in inside or _stay_together(own, kind, over, x):
         return False
+    if not own.reach.pays(own, out, call.stop - 1):
+        return False
     own.at = call.stop - 1
     own.shared[call.index] = SharedNorm(kind, over, cut[0])
     own.want(x, "own")

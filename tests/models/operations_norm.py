@@ -17,16 +17,18 @@ def _mlp(m: Any, x: Tensor) -> Tensor:
 
 def _plain(m: Any, x: Tensor) -> Tensor:
     h = F.gelu(m.a(x))
-    return m.b(F.layer_norm(h, h.shape[-1:], eps=0.1) + F.rms_norm(h, (h.shape[-1],)))
+    h = F.gelu(m.c(m.b(F.layer_norm(h, h.shape[-1:], eps=0.1))))
+    return m.d(F.rms_norm(h, (h.shape[-1],)))
+
+
+def _stream(m: Any, x: Tensor) -> Tensor:
+    h = m.n(m.a(x))
+    return h + m.b(torch.relu(m.c(h)))
 
 
 def _two_dims(m: Any, x: Tensor) -> Tensor:
     h = m.a(x)
     return m.b(F.layer_norm(h, (6, 32), m.w, m.v))
-
-
-def _half(m: Any, x: Tensor) -> Tensor:
-    return m.b(m.n(m.a(x)).to(x.dtype))
 
 
 TWO = {"a": linear(16, 32), "b": linear(32, 16)}
@@ -44,7 +46,19 @@ NORM = {
     ),
     "rms norm": Case(forward=_mlp, parts={**TWO, "n": noisy(lambda: nn.RMSNorm(32))}, cut=CUT, styles=ROW, tp=(2, 4)),
     "rms norm, uneven": Case(forward=_mlp, parts={**ODD, "n": noisy(lambda: nn.RMSNorm(35))}, cut=CUT, styles=ROW),
-    "norms without weights": Case(forward=_plain, parts=TWO, gathers=1, styles=ROW),
+    "norms without weights": Case(
+        forward=_plain, parts={**TWO, "c": linear(16, 32), "d": linear(32, 16)}, gathers=1,
+        styles={**ROW, "c.weight": "colwise", "d.weight": "rowwise"},
+    ),
+    "layer norm before a residual stream": Case(
+        forward=_stream, parts={**TWO, "c": linear(32, 48), "b": linear(48, 32), "n": lambda: nn.LayerNorm(32)},
+        gathers=1, styles={"a.weight": "colwise_gather_output", "c.weight": "colwise", "b.weight": "rowwise"},
+    ),
+    "layer norm before a wider layer": Case(
+        forward=lambda m, x: m.b(torch.relu(m.c(m.n(m.a(x))))),
+        parts={**TWO, "c": linear(32, 48), "b": linear(48, 32), "n": lambda: nn.LayerNorm(32)},
+        gathers=1, styles={"a.weight": "colwise_gather_output", "c.weight": "colwise", "b.weight": "rowwise"},
+    ),
     "layer norm over two dims": Case(
         forward=_two_dims, parts={**TWO, "w": weight(6, 32), "v": weight(6, 32)}, cut=("a.weight", "w", "v"),
         gathers=1, styles=ROW,
