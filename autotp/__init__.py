@@ -4,8 +4,11 @@
     plan = autotp.plan(model, tp=8)        # what would be cut, and why
     report = autotp.verify(model, tp=2)    # sharded against unsharded
 
-Everything is loaded on first use: `import autotp` does not import torch. `plan`, `shard` and
-`verify` are functions, so no submodule may have one of these names.
+    model = autotp.on_meta(Model, config)  # no memory for its parameters
+    autotp.load(model, "folder/", mesh)    # each rank reads its part
+
+Everything is loaded on first use: `import autotp` does not import torch. `plan`, `shard`, `load`
+and `verify` are functions, so no submodule may have one of these names.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autotp.construction import on_meta
     from autotp.errors import (
         AutotpError,
+        BuildError,
         InputError,
         MeshError,
         PlanError,
@@ -24,7 +29,9 @@ if TYPE_CHECKING:
         SpecError,
         StrictError,
         VerifyError,
+        WeightsError,
     )
+    from autotp.loading import load
     from autotp.plan_types import Collective, Finding, Memory, Plan, Row
     from autotp.planning import plan
     from autotp.sharding import shard
@@ -36,6 +43,8 @@ _HOMES = {
     "plan": "planning",
     "shard": "sharding",
     "verify": "verification",
+    "on_meta": "construction",
+    "load": "loading",
     "Report": "verification",
     "Plan": "plan_types",
     "Row": "plan_types",
@@ -51,10 +60,13 @@ _HOMES = {
     "ProofError": "errors",
     "StrictError": "errors",
     "VerifyError": "errors",
+    "WeightsError": "errors",
+    "BuildError": "errors",
 }
 
 __all__ = [
     "AutotpError",
+    "BuildError",
     "Collective",
     "Finding",
     "InputError",
@@ -69,7 +81,10 @@ __all__ = [
     "SpecError",
     "StrictError",
     "VerifyError",
+    "WeightsError",
     "__version__",
+    "load",
+    "on_meta",
     "plan",
     "shard",
     "verify",

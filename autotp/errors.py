@@ -9,6 +9,8 @@
       ProofError      a local program that does not compute what the model computes
       StrictError     `strict=True` and a weight matrix that could hold data was left whole
       VerifyError     a verification that could not be run
+      WeightsError    a weight file that cannot be read, or does not fit the model
+      BuildError      values that only the model's constructor knows, and that cannot be had from it
 
 A message says what, where, which numbers, and what to do about it.
 """
@@ -79,3 +81,15 @@ class VerifyError(AutotpError):
     """A verification that could not be run to its end."""
 
     default_code = "TP-VERIFY"
+
+
+class WeightsError(AutotpError):
+    """A weight file that cannot be read, or that does not hold what the model needs."""
+
+    default_code = "TP-WEIGHTS"
+
+
+class BuildError(AutotpError):
+    """A tensor on meta whose value only the constructor knows, and a constructor that cannot be run again."""
+
+    default_code = "TP-BUILD"

@@ -13,6 +13,7 @@ from torch import nn
 
 from autotp import inputs, trace
 from autotp.analysis import Analysis, analyse
+from autotp.construction import with_buffers
 from autotp.errors import InputError, PlanError, StrictError
 from autotp.hoisting import Hoisting, ModuleProgram
 from autotp.layouts import Layout
@@ -98,9 +99,10 @@ def prepare(
     forced = resolve(model, rules, plan, min_bytes)
     if axes.tp == 1:
         return _alone(model, axes)
-    args, kwargs, record = example(model, sample)
     force = partial(choices_of, model, forced) if forced.styles or forced.by_size else None
-    analysis = analyse(model, args, kwargs, axes.tp, force, record)
+    with with_buffers(model) as unknown:
+        args, kwargs, record = example(model, sample)
+        analysis = analyse(model, args, kwargs, axes.tp, force, record)
     forced.check(analysis)
     programs = Hoisting(analysis).run()
     rows = rows_of(model, analysis)
@@ -110,7 +112,7 @@ def prepare(
         parameters=rows,
         collectives=collectives_of(analysis, programs),
         memory=Memory.of(rows),
-        findings=(*forced.findings(), *_whole(rows)),
+        findings=(*forced.findings(), *_whole(rows), *map(_unknown, unknown)),
         sample=inputs.format_sample(args, kwargs),
         sequence_parallel=sequence_parallel,
     )
@@ -162,6 +164,15 @@ def _whole(rows: tuple[Row, ...]) -> list[Finding]:
         for r in rows
         if len(r.shape) >= 2 and not r.is_cut and r.tied_to is None and math.prod(r.shape) > 1
     ]
+
+
+def _unknown(buffer: str) -> Finding:
+    return Finding(
+        code="TP-BUFFER",
+        level="warning",
+        where=buffer,
+        message="is on meta and was taken to be zero; if its content steers the model, the plan may be another one",
+    )
 
 
 def _refuse_whole(made: Plan) -> None:

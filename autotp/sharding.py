@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from autotp import torch_hooks
+from autotp import construction, torch_hooks
 from autotp.data_parallel import apply_fsdp, check_fsdp
 from autotp.errors import MeshError, PlanError
 from autotp.hoisting import ModuleProgram
@@ -101,7 +101,8 @@ def shard(
     """Make ``model`` tensor-parallel over ``mesh``, in place; returns the same object.
 
     All ranks call it with the same model. Afterwards every parameter is a ``DTensor`` (the ones rank 0 had), inputs are
-    the ordinary full inputs, equal on all ranks of the group, and outputs are ordinary full tensors.
+    the ordinary full inputs, equal on all ranks of the group, and outputs are ordinary full tensors. Parameters on
+    meta stay there, for :func:`autotp.load` or :func:`autotp.materialize`.
 
     Args:
         mesh: 1-D (tensor parallel whatever its name), or with an axis named ``tp``. An axis ``dp``, ``fsdp`` or
@@ -112,13 +113,15 @@ def shard(
 
     Raises:
         AutotpError: before any communication and on every rank: a mesh axis that is unknown, a model that is sharded
-            already or on another device, a rule that matches nothing, inputs that cannot be inferred. After one small
-            exchange, also on every rank: ranks that hold different models or rules.
+            already or on another device, a rule that matches nothing, inputs that cannot be inferred, an integer
+            buffer on meta whose content is not known. After one small exchange, also on every rank: ranks that hold
+            different models or rules.
     """
     axes = resolve_mesh(mesh)
     _check_model(model, mesh)
     if fsdp and axes.fsdp > 1:
         check_fsdp(model)
+    construction.put_buffers(model, construction.buffers_of(model, floats=False), mesh.device_type)
     prepared = prepare(
         model, axes, sample=sample, rules=rules, plan=plan, sequence_parallel=sequence_parallel,
         min_bytes=min_bytes, strict=strict,

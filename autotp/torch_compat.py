@@ -30,6 +30,7 @@ __all__ = [
     "TensorMeta",
     "all_gather",
     "chunk_of_spec",
+    "chunks_here",
     "dtensor_spec",
     "fsdp_params",
     "set_fsdp_spec",
@@ -90,6 +91,11 @@ def chunk_of_spec(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(local shape, global offsets) of this rank under stock placements."""
     return compute_local_shape_and_global_offset(shape, mesh, placements)
+
+
+def chunks_here(dtensor: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, sizes) of the boxes of the global tensor that this rank holds, in local order."""
+    return [(tuple(c.offsets), tuple(c.sizes)) for c in dtensor.__create_chunk_list__()]
 
 
 def guard_checkpoints(
