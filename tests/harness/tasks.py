@@ -58,7 +58,8 @@ def measure_model(payload: dict[str, Any]) -> dict[str, Any] | None:
     if dist.get_rank() >= payload["tp"]:
         return None
     start = time.perf_counter()
-    model, args, kwargs = build(payload["name"], payload.get("zoo"))
+    builder = payload.get("builder")
+    model, args, kwargs = find(builder)(payload["name"]) if builder else build(payload["name"], payload.get("zoo"))
     built = time.perf_counter()
     apply = functools.partial(
         find(payload.get("apply", "tests.harness.tasks:autotp_shard")), **payload.get("options", {})
