@@ -42,8 +42,8 @@ class Solver:
     edit: CallEdit
     rank: int
 
-    def scale_groups(self, call: Call, numbers: Numbers) -> None:
-        """A call that counts groups of channels counts a rank's share of them."""
+    def scale_groups(self, call: Call, leaves: list[Any], numbers: Numbers) -> int:
+        """A call that counts groups of channels counts a rank's share of them; the place of that number."""
         count = self.dealing.own.scaled[call.index]
         at = [i for i, g in enumerate(call.leaves) if isinstance(g, int) and g == count and not isinstance(g, bool)]
         x = next(r.tid for r in call.leaves if isinstance(r, Ref))
@@ -52,8 +52,9 @@ class Solver:
         share = Fraction(len(sets[1][self.rank]), self.dealing.own.trace.tensors[x].shape[1])
         if not at or (count * share).denominator != 1:
             raise Unsolvable(f"{call.name} works on {count} groups, which cannot be counted per rank")
-        for i in at[-1:]:
-            numbers[i] = NumberEdit(ratio=share)
+        if leaves[at[-1]] != count * share:  # else it was read from a rank's part
+            numbers[at[-1]] = NumberEdit(ratio=share)
+        return at[-1]
 
     def candidates(self, call: Call, leaves: list[Any], numbers: Numbers) -> Iterator[Numbers]:
         """Edits of the numbers, fewest changes first."""

@@ -101,6 +101,8 @@ class Lowering:
     def __init__(self, own: Ownership, dealing: Dealing) -> None:
         self.own, self.dealing, self.trace = own, dealing, own.trace
         self.written = {self.trace.tensors[t].storage for op in self.trace.ops for t in op.writes}
+        self.used = {t for op in self.trace.ops for t in op.ins}  # torch makes views that it then does not need
+        self.used |= {x.tid for c in self.trace.calls for x in c.outs if isinstance(x, Ref)}
         self.producer = {t: i for i, op in enumerate(self.trace.ops) for t in op.outs if t >= 0 and t not in op.writes}
 
     def edits(self) -> dict[int, CallEdit]:
@@ -143,7 +145,9 @@ class Lowering:
         """Whether some operation of the call reads a converted operand without asking for that conversion."""
         ops = self.trace.ops
         return any(
-            tid in ops[i].ins and i not in settled and any(t >= 0 and self.trace.tensors[t].grad for t in ops[i].outs)
+            tid in ops[i].ins
+            and i not in settled
+            and any(t in self.used and self.trace.tensors[t].grad for t in ops[i].outs)
             for i in range(call.start, call.stop)
         )
 

@@ -51,6 +51,7 @@ class Prover:
 
     def __post_init__(self) -> None:
         tensors = self.trace.tensors
+        self.counted: dict[int, int] = {}  # calls with the place of the number of groups they work on
         self.written = {tensors[t].storage for op in self.trace.ops for t in op.writes}
 
     # ------------------------------------------------------------ the run
@@ -171,7 +172,7 @@ class Prover:
     def _run(self, call: Call, edit: CallEdit, func: Any, leaves: list[Any], spec: Any, wanted: list[Any]) -> Any:
         numbers = edit.numbers.setdefault(self.rank, {})
         if call.index in self.dealing.own.scaled and not numbers:
-            self._scale_groups(call, edit, numbers)
+            self._scale_groups(call, edit, leaves, numbers)
         tags = self._tags(call, leaves)
         error = "no number in its arguments makes it fit"
         for tried in itertools.islice(
@@ -228,8 +229,9 @@ class Prover:
         cut = any(self.dealing.sets(x.tid) for x in call.leaves if isinstance(x, Ref))
         if cut and self._only(call, {movement, cat}):
             return False
+        counted = self.counted.get(call.index)
         return any(
-            isinstance(g, _PLAIN) and isinstance(x, _PLAIN) and x != g and i not in tried
+            isinstance(g, _PLAIN) and isinstance(x, _PLAIN) and x != g and i not in tried and i != counted
             for i, (x, g) in enumerate(zip(leaves, call.leaves, strict=True))
         )
 
@@ -250,9 +252,9 @@ class Prover:
     def _numbers(self, tried: dict[int, NumberEdit], leaves: list[Any]) -> list[Any]:
         return [edited(x, tried[i]) if i in tried else x for i, x in enumerate(leaves)]
 
-    def _scale_groups(self, call: Call, edit: CallEdit, numbers: Numbers) -> None:
+    def _scale_groups(self, call: Call, edit: CallEdit, leaves: list[Any], numbers: Numbers) -> None:
         try:
-            Solver(self.dealing, edit, self.rank).scale_groups(call, numbers)
+            self.counted[call.index] = Solver(self.dealing, edit, self.rank).scale_groups(call, leaves, numbers)
         except Unsolvable as e:
             raise Unproven(call.index, str(e)) from e
 

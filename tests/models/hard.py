@@ -85,6 +85,11 @@ def _write_part(m: Any, x: Tensor) -> Tensor:
     return m.b(h + u)
 
 
+def _depthwise(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x).view(1, *x.shape).transpose(1, 2)
+    return m.b(F.conv1d(h, m.w[:, None, :3], padding=1, groups=h.shape[1]).transpose(1, 2)[0])
+
+
 def _table(m: Any, x: Tensor) -> Tensor:
     rows = m.w.matrix_exp()  # has no rule: stays whole
     table = torch.empty(len(x), 16, dtype=x.dtype)
@@ -126,6 +131,8 @@ _FORWARDS: dict[str, Forward] = {
     "norm on cut and whole heads": _shared_norm,
     "write into a part": _write_part,
     "whole table written row by row": _table,
+    "weight times activation": lambda m, x: m.b((m.w @ x.view(2, 2, 16).transpose(1, 2)).transpose(1, 2).flatten(0, 1)),
+    "groups counted by a shape": _depthwise,
     "function that remembers": lambda m, x: m.b((m.a(x) * _ramp(16)).relu()),
     "buffer rebound": _rebind,
     "tril of features": lambda m, x: m.b(m.a(x).tril()),
