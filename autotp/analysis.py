@@ -110,21 +110,28 @@ class Search:
                 own.store(tid)
 
     def _prove(self, dealing: Dealing, edits: dict[int, CallEdit]) -> None:
-        """Prove one rank of every different shape; ranks of equal shape take its numbers over.
+        """Prove one rank of every different shape; ranks of equal shape take its numbers over, if they fit.
 
-        Where there are numbers to take over, the last rank is proved with them too.
+        They do if they move every element to its place there too. Where there are numbers to take over, the last rank
+        is proved with them.
         """
-        shapes: dict[tuple[Any, ...], int] = {}
+        cut = [dealing.sets(t) for t in range(len(self.trace.tensors)) if isinstance(dealing.own.states.get(t), Owned)]
+        cut += [dealing.sets(t) for t in self.trace.leaves.values()]
+        proved: dict[tuple[Any, ...], Prover] = {}
         for rank in range(self.tp):
-            key = tuple(tuple(len(s[rank]) for s in dealing.sets(t).values()) for t in self.trace.leaves.values())
-            twin = shapes.setdefault(key, rank)
-            same_code = not any(e.numbers.get(twin) for e in edits.values())
-            if twin == rank or (rank == self.tp - 1 and not same_code):
-                Prover(self.trace, dealing, edits, rank).prove(self.model, self.args, self.kwargs)
-            else:
+            key = tuple(tuple(len(s[rank]) for s in sets.values()) for sets in cut)
+            prover, twin = Prover(self.trace, dealing, edits, rank), proved.get(key)
+            if twin is not None:
                 for e in edits.values():
-                    if e.numbers.get(twin):
-                        e.numbers[rank] = dict(e.numbers[twin])
+                    if e.numbers.get(twin.rank):
+                        e.numbers[rank] = dict(e.numbers[twin.rank])
+                numbers = any(e.numbers.get(rank) for e in edits.values())
+                if prover.moves_alike(twin.moves) and not (numbers and rank == self.tp - 1):
+                    continue
+                for e in edits.values():
+                    e.numbers.pop(rank, None)
+            proved.setdefault(key, prover)
+            prover.prove(self.model, self.args, self.kwargs)
 
     def _run_apart(self, edits: dict[int, CallEdit]) -> int | None:
         """A call of a module that runs several times, whose edits are not the same in all its runs."""

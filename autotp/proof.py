@@ -51,6 +51,7 @@ class Prover:
 
     def __post_init__(self) -> None:
         tensors = self.trace.tensors
+        self.moves: list[tuple[Call, list[Any], Any]] = []  # calls that move elements of cut tensors, as they were made
         self.counted: dict[int, int] = {}  # calls with the place of the number of groups they work on
         self.written = {tensors[t].storage for op in self.trace.ops for t in op.writes}
 
@@ -79,6 +80,15 @@ class Prover:
             raise Unproven(max(self.at, 0), "the model returns other numbers on a rank's part")
         if len(self.recorder.trace.calls) != len(self.trace.calls):
             raise Unproven(max(self.at, 0), "the model's own code takes another path on a rank's part")
+
+    def moves_alike(self, moves: list[tuple[Call, list[Any], Any]]) -> bool:
+        """Whether calls that another rank made on parts of the same shapes move this rank's elements right too."""
+        for call, leaves, spec in moves:
+            tags = self._tags(call, leaves)
+            numbers = self.edits[call.index].numbers.get(self.rank, {})
+            if tags is not None and self._moved_wrong(call, numbers, leaves, spec, tags) is not None:
+                return False
+        return True
 
     def metadata(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         """A parameter read from outside its module's forward is a DTensor there: it shows its global shape."""
@@ -174,6 +184,8 @@ class Prover:
         if call.index in self.dealing.own.scaled and not numbers:
             self._scale_groups(call, edit, leaves, numbers)
         tags = self._tags(call, leaves)
+        if tags is not None:
+            self.moves.append((call, leaves, spec))
         error = "no number in its arguments makes it fit"
         for tried in itertools.islice(
             Solver(self.dealing, edit, self.rank).candidates(call, leaves, numbers), MAX_TRIES

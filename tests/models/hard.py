@@ -133,6 +133,8 @@ _FORWARDS: dict[str, Forward] = {
     "whole table written row by row": _table,
     "weight times activation": lambda m, x: m.b((m.w @ x.view(2, 2, 16).transpose(1, 2)).transpose(1, 2).flatten(0, 1)),
     "groups counted by a shape": _depthwise,
+    "slice over the parts": lambda m, x: m.b((m.a(x).relu()[:, 6:14].repeat(1, 2)) * 2),
+    "first feature left out": lambda m, x: m.b(F.pad(m.a(x).relu()[:, 1:], (0, 1))),
     "function that remembers": lambda m, x: m.b((m.a(x) * _ramp(16)).relu()),
     "buffer rebound": _rebind,
     "tril of features": lambda m, x: m.b(m.a(x).tril()),
