@@ -160,6 +160,7 @@ class Recorder:
         self.alike: dict[int, list[int]] = {}  # storage -> the tensors that share it
         self.stack: list[int] = []
         self.call: Call | None = None
+        self.wrapped: set[tuple[Any, ...]] = set()  # places of calls under vmap since the last one that was recorded
 
     # ---- tensors
     def tid(self, t: Tensor, leaf: str | None = None, grad: bool = False) -> int:

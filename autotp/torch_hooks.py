@@ -171,6 +171,12 @@ def is_metadata(func: Any) -> bool:
     return name in _METADATA_NAMES
 
 
+def is_wrapped(args: tuple[Any, ...]) -> bool:
+    """Whether a call is made under ``torch.vmap`` and the like, on tensors that stand for slices of others."""
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    return any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors)
+
+
 @functools.cache
 def opened(func: Any) -> Any | None:
     """A torch function whose Python body is to be seen through: the same body, without its own dispatch check.

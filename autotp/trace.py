@@ -48,6 +48,8 @@ class _Ops(TorchDispatchMode):
         implicit = None
         if rec.call is None:
             implicit = rec.call = rec.open_call(func, args, kwargs, ("implicit",))
+            implicit.fixed = any(isinstance(x, Traced) for x in leaves)  # nowhere in the user's code to edit it
+            implicit.inner, rec.wrapped = rec.wrapped, set()
         rec.op(func, args, kwargs, out, [rec.tid(w) for w in written])
         if implicit is not None:
             rec.call = None
@@ -158,6 +160,9 @@ class _Calls(TorchFunctionMode):
             with self:
                 return opened(*args, **kwargs)
         rec = self.recorder
+        if rec.call is None and torch_hooks.is_wrapped((*args, *kwargs.values())):
+            rec.wrapped.add(torch_hooks.call_site())
+            return func(*args, **kwargs)
         if rec.call is not None:
             if rec.call.fixed:
                 rec.call.inner.add(torch_hooks.call_site())
