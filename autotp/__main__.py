@@ -1,0 +1,5 @@
+"""``python -m autotp``: the command line."""
+
+from autotp.cli import main
+
+main()

@@ -1,0 +1,92 @@
+"""The coverage page from the record of a run.
+
+python tests/zoo/coverage.py zoo.jsonl docs/coverage.md
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+Record = dict[str, Any]
+GROUPS = {"hf": "transformers", "timm": "timm", "tv": "torchvision", "torch": "torch.nn", "user": "hand-written"}
+HEAD = """# Coverage
+
+Written by `tests/zoo/coverage.py` from a run of `tests/zoo/run.py`: hundreds of architectures, built tiny with random
+weights, sharded over gloo ranks in float64 and compared with themselves, unsharded: all outputs, all gradients, one
+optimizer step, equal values on all ranks. `exact` means that all differences are rounding (forward 1e-10, gradients
+1e-9; 1e-5 and 1e-4 where the model does not run in float64). `cut` is the share of the bytes of parameters with two or
+more dims of which a rank holds only a part. `fixups` are calls of which a number is changed on a rank; collectives are
+those of one forward and backward.
+
+"""
+
+
+def main() -> None:
+    """Read the record, write the page."""
+    records = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
+    latest = {(r["name"], r["tp"]): r for r in records}
+    Path(sys.argv[2]).write_text(page(list(latest.values())))
+
+
+def page(records: list[Record]) -> str:
+    """The whole page."""
+    records = sorted((r for r in records if r["status"] != "broken"), key=lambda r: (r["name"], r["tp"]))
+    parts = [HEAD, *(_summary(records, tp) for tp in sorted({r["tp"] for r in records}))]
+    bad = [r for r in records if r["status"] != "exact"]
+    parts.append(_not_exact(bad) if bad else "")
+    parts.append("## All entries\n\n| entry | tp | result | cut | fixups | collectives | what stayed whole |\n")
+    parts.append("|---|---|---|---|---|---|---|\n" + "".join(map(_line, records)))
+    return "".join(parts)
+
+
+def _summary(records: list[Record], tp: int) -> str:
+    lines = [f"## {tp} ranks\n\n| | entries | exact | refused | other | cut, median | cut >= 90 % | cut >= 85 % |\n"]
+    lines.append("|---|---|---|---|---|---|---|---|\n")
+    for key, title in GROUPS.items():
+        mine = [r for r in records if r["tp"] == tp and r["name"].startswith(key + ":")]
+        if mine:
+            lines.append(_group(title, mine))
+    return "".join(lines) + "\n"
+
+
+def _group(title: str, records: list[Record]) -> str:
+    counts = Counter(r["status"] for r in records)
+    cuts = [r["cut_share"] for r in records if "cut_share" in r]
+    shares = [f"{sum(c >= least for c in cuts) / len(cuts):.0%}" if cuts else "-" for least in (0.9, 0.85)]
+    other = len(records) - counts["exact"] - counts["refused"]
+    middle = f"{median(cuts):.1%}" if cuts else "-"
+    cells = (title, len(records), counts["exact"], counts["refused"], other, middle, *shares)
+    return "| " + " | ".join(map(str, cells)) + " |\n"
+
+
+def _not_exact(records: list[Record]) -> str:
+    lines = [f"| {r['name']} | {r['tp']} | {r['status']} | {_cell(_why(r))} |\n" for r in records]
+    return "## Not exact\n\n| entry | tp | result | why |\n|---|---|---|---|\n" + "".join(lines) + "\n"
+
+
+def _why(record: Record) -> str:
+    text = record.get("text") or "; ".join(record.get("problems", [])) or record.get("first_bad", "")
+    return text.strip().splitlines()[-1] if record["status"] in ("crashed", "hung") and text else text
+
+
+def _line(record: Record) -> str:
+    reasons = Counter(row["reason"] for row in record.get("whole", []))
+    whole = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(record.get("collectives", {}).items()))
+    cut = f"{record['cut_share']:.1%}" if "cut_share" in record else "-"
+    cells = (record["name"], record["tp"], record["status"], cut, record.get("fixups", "-"), kinds, _cell(whole))
+    return "| " + " | ".join(map(str, cells)) + " |\n"
+
+
+def _cell(text: str, limit: int = 240) -> str:
+    text = " ".join(text.split()).replace("|", "\\|")
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+if __name__ == "__main__":
+    main()
