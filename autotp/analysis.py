@@ -77,7 +77,6 @@ class Search:
                 continue
             if not whole_edges(self.trace, own.is_cut):
                 raise Refold
-            self._store_unreached(own)
             try:
                 dealing = Dealing(own)
                 edits = Lowering(own, dealing).edits()
@@ -95,19 +94,6 @@ class Search:
                     continue
                 return Analysis(self.trace, own, dealing, edits, self.notes, n + 1)
         raise ProofError(f"no program could be proved in {MAX_ROUNDS} rounds; please report the model")
-
-    def _store_unreached(self, own: Ownership) -> None:
-        """Weights of modules that did not run take no memory whole: they are put together if their module runs."""
-        read = {t for op in self.trace.ops for t in op.ins}
-        read |= {x.tid for c in self.trace.calls for x in c.leaves if isinstance(x, Ref)}
-        ran = {m.path for m in self.trace.modules}
-        places: dict[int, set[str]] = {}
-        for name, tid in self.trace.leaves.items():
-            if self.trace.tensors[tid].parameter:
-                places.setdefault(tid, set()).add(name.rpartition(".")[0])
-        for tid, paths in places.items():
-            if tid not in read and not paths & ran and len(own.shape(tid)) >= 2:
-                own.store(tid)
 
     def _prove(self, dealing: Dealing, edits: dict[int, CallEdit]) -> None:
         """Prove one rank of every different shape; ranks of equal shape take its numbers over, if they fit.

@@ -125,7 +125,7 @@ class Hoisting:
             path, _, attr = name.rpartition(".")
             if self.trace.tensors[tid].parameter or self.a.dealing.sets(tid):
                 owners[tid][path] = attr
-                kept = tid in self.a.own.stored
+                kept = tid in self.a.dealing.at_rest
                 self._program(path).params[attr] = OperandEdit(gather=_cuts(self.a.dealing.sets(tid)) if kept else ())
         for tid, places in owners.items():
             by_path: dict[str, list[tuple[Call, int]]] = defaultdict(list)

@@ -13,6 +13,7 @@ from torch import nn
 
 from autotp import inputs, trace
 from autotp.analysis import Analysis, analyse
+from autotp.at_rest import cut_at_rest
 from autotp.construction import with_buffers
 from autotp.errors import InputError, PlanError, StrictError
 from autotp.hoisting import Hoisting, ModuleProgram
@@ -104,6 +105,7 @@ def prepare(
         args, kwargs, record = example(model, sample)
         analysis = analyse(model, args, kwargs, axes.tp, force, record)
     forced.check(analysis)
+    cut_at_rest(analysis, forced.at_rest)
     programs = Hoisting(analysis).run()
     rows = rows_of(model, analysis)
     made = Plan(

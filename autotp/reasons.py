@@ -62,7 +62,7 @@ class _Rows:
         if not sets:
             return ("replicated_with_grad_allreduce" if tid in self.entered else "replicate"), None
         dim, per_rank = next(iter(sets.items()))
-        if tid in self.own.stored:
+        if tid in self.a.dealing.at_rest:
             return "gathered_at_use", dim
         roles = self.own.roles.get(tid, {})
         role = roles.get(dim, "out")
@@ -75,10 +75,8 @@ class _Rows:
         return f"{prefix}colwise" + ("_gather_output" if tid in self.gathers and len(roles) else ""), dim
 
     def _cut_reason(self, tid: int, dim: int) -> str:
-        if tid in self.own.stored:
-            return (
-                "its module was not reached by the sample: kept in parts, and put together when it is called by itself"
-            )
+        if tid in self.a.dealing.at_rest:
+            return self._rest_reason(tid, dim)
         base, n = self.own.base[tid, dim], self.trace.tensors[tid].shape[dim]
         groups, sizes = np.unique(self.own.nodes.find(np.arange(base, base + n)), return_counts=True)
         shares = np.bincount(self.a.dealing.rank_of[groups], minlength=self.a.dealing.tp).tolist()
@@ -103,6 +101,14 @@ class _Rows:
         if tid in self.own.split_input:
             text += "; its input is split over the ranks"
         return text
+
+    def _rest_reason(self, tid: int, dim: int) -> str:
+        held = [len(s) for s in self.a.dealing.sets(tid)[dim]]
+        each = str(held[0]) if len(set(held)) == 1 else "/".join(map(str, held))
+        why = self._whole_reason(tid)
+        if not any(tid in op.ins for op in self.trace.ops):
+            why = "its module was not reached by the sample"
+        return f"kept in parts, {each} of {sum(held)} per rank, and put together when its module runs: {why}"
 
     def _whole_reason(self, tid: int) -> str:
         forced = self.own.choices.dims.get(tid, 0) is None

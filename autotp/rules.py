@@ -25,9 +25,8 @@ _ROLE_OF = {
     "packed_rowwise": ("in",),
     "embedding_rowwise": ("rows", "out"),
     "embedding_colwise": ("features", "in"),
-    "gathered_at_use": (),
 }
-_WHOLE = {"replicate", "replicated_with_grad_allreduce"}
+_WHOLE = {"replicate", "replicated_with_grad_allreduce", "gathered_at_use"}
 
 
 @dataclass
@@ -38,6 +37,12 @@ class Forced:
     dims: dict[str, int | None] = field(default_factory=dict)
     by_size: set[str] = field(default_factory=set)
     notes: list[Finding] = field(default_factory=list)
+    saved: dict[str, int | None] = field(default_factory=dict)  # the dims of a plan's rows
+
+    @property
+    def at_rest(self) -> dict[str, int | None]:
+        """Parameters to be kept in parts and put together for use, each with the dim to cut (None: any)."""
+        return {n: self.saved.get(n) for n, (style, _) in self.styles.items() if style == "gathered_at_use"}
 
     def findings(self) -> list[Finding]:
         return self.notes
@@ -114,6 +119,7 @@ def _from_plan(plan: Plan, shapes: Mapping[str, Any], forced: Forced) -> None:
             raise PlanError(f"the plan does not fit: {n} is {list(r.shape)} in it and {list(shapes[n])} in the model")
         forced.styles[n] = (r.style, "the plan")
         forced.dims[n] = r.dim if r.style not in _WHOLE else None
+        forced.saved[n] = r.dim
 
 
 def choices_of(model: nn.Module, forced: Forced, roles: Mapping[str, Mapping[int, str]]) -> dict[str, int | None]:

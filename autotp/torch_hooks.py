@@ -233,18 +233,20 @@ def call_site(depth: int = 2, base: types.FrameType | None = None) -> tuple[Any,
 
 _PRECALL = opcode.opmap.get("PRECALL", -1)  # Python 3.11 only
 _PRECALL_BYTES = 4  # with its one cache entry
-_PRECALLS: dict[int, tuple[types.CodeType, frozenset[int]]] = {}
+_CACHE = opcode.opmap.get("CACHE", -1)
+_TEXTS: dict[int, tuple[types.CodeType, bytes]] = {}
 
 
 def _instruction(code: types.CodeType, last: int) -> int:
-    """The place of a call, which Python 3.11 shows at either of two instructions, once it has run a few times."""
-    if _PRECALL < 0:
-        return last
-    known = _PRECALLS.get(id(code))
+    """The place of a call. Python shows it at one of two instructions, or at what is cached behind the second, as it
+    gets to know the function that is called."""
+    known = _TEXTS.get(id(code))
     if known is None:
-        text = code.co_code
-        known = _PRECALLS[id(code)] = code, frozenset(i for i in range(0, len(text), 2) if text[i] == _PRECALL)
-    return last + _PRECALL_BYTES if last in known[1] else last
+        known = _TEXTS[id(code)] = code, code.co_code
+    text = known[1]
+    while last > 0 and text[last] == _CACHE:
+        last -= 2
+    return last + _PRECALL_BYTES if last >= 0 and text[last] == _PRECALL else last
 
 
 def describe_site(site: tuple[Any, ...]) -> str:

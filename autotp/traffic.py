@@ -19,6 +19,7 @@ def collectives_of(analysis: Analysis, programs: dict[str, ModuleProgram]) -> tu
     forward: list[Collective] = []
     backward: list[Collective] = []
     entered: set[int] = set()
+    used: set[tuple[int, int]] = set()
     edge = {
         (m.index, tid): m.path
         for m in trace.modules
@@ -30,7 +31,7 @@ def collectives_of(analysis: Analysis, programs: dict[str, ModuleProgram]) -> tu
         edit = analysis.edits[c.index]
         for i, e in edit.operands.items():
             tid = c.leaves[i].tid
-            if e.gather:
+            if e.gather and _first_use(trace, c, tid, used):
                 forward.append(_one(analysis, where, "all_gather", "forward", tid))
             if e.enter and (trace.tensors[tid].parameter or tid not in entered):
                 entered.add(tid)
@@ -46,6 +47,16 @@ def collectives_of(analysis: Analysis, programs: dict[str, ModuleProgram]) -> tu
                 kind = "all_reduce" if r.leave else "all_gather"
                 forward.append(_one(analysis, where, kind, "forward", c.outs[i].tid))
     return (*_with_skipped(trace, forward), *_with_skipped(trace, backward))
+
+
+def _first_use(trace: Trace, call: Call, tid: int, used: set[tuple[int, int]]) -> bool:
+    """Whether a gather is made here: a module puts a parameter of its own together once for all of its calls."""
+    homes = {n.rpartition(".")[0] for n, t in trace.leaves.items() if t == tid}
+    if call.module < 0 or trace.module_path(call) not in homes:
+        return True
+    first = (call.module, tid) not in used
+    used.add((call.module, tid))
+    return first
 
 
 def _statistics(analysis: Analysis, call: Call, edit: NormEdit) -> tuple[str, int]:

@@ -28,6 +28,7 @@ class Dealing:
     def __init__(self, own: Ownership) -> None:
         self.own, self.tp = own, own.tp
         self._sets: dict[int, Sets] = {}
+        self.at_rest: set[int] = set()  # parameters that are kept in parts and used whole
 
     @cached_property
     def rank_of(self) -> np.ndarray:
@@ -56,6 +57,11 @@ class Dealing:
             o = self.own.owners(tid)
             self._sets[tid] = {} if o is None or o.numel() == 0 else self.of_owners(o, tid)
         return self._sets[tid]
+
+    def store(self, tid: int, sets: Sets) -> None:
+        """Keep a parameter in parts, though all of it is used everywhere."""
+        self._sets[tid] = sets
+        self.at_rest.add(tid)
 
     def of_owners(self, o: Tensor, tid: int) -> Sets:
         """As :meth:`sets`, from an owner tensor."""

@@ -83,7 +83,6 @@ class Ownership:
         self.reasons: dict[int, list[str]] = {}
         self.roles: dict[int, dict[int, str]] = {}  # parameter -> dim -> out | in | batch | rows | features
         self.split_input: set[int] = set()
-        self.stored: dict[int, int] = {}  # parameters that the run does not reach: the dim they are kept in parts by
         self.attended: list[np.ndarray] = []  # groups that a product of two activations joined: attention heads
         self.base: dict[tuple[int, int], int] = {}
         self.at = self.start = 0
@@ -261,13 +260,6 @@ class Ownership:
             if self.trace.tensors[tid].leaf is not None:
                 return
         self.states[tid] = state
-
-    def store(self, tid: int) -> None:
-        """Keep a matrix that no operation reads in parts, by its largest dim unless a choice says otherwise."""
-        shape = self.shape(tid)
-        dim = self.choices.dims.get(tid, max(range(len(shape)), key=lambda d: shape[d]))
-        if dim is not None and shape[dim] >= self.tp:
-            self.cut[tid] = self.stored[tid] = dim
 
     # ------------------------------------------------------------ the pass
     def run(self) -> Ownership:

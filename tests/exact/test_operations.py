@@ -8,12 +8,13 @@ import pytest
 
 from autotp.ranks import RankPool
 from tests.models.operations import Case, check, measured
+from tests.models.operations_at_rest import AT_REST
 from tests.models.operations_norm import NORM
 from tests.models.operations_scatter import SCATTER
 
 pytestmark = pytest.mark.slow
 
-CASES: dict[str, Case] = {**SCATTER, **NORM}
+CASES: dict[str, Case] = {**SCATTER, **NORM, **AT_REST}
 
 
 def run(payload: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,6 +26,24 @@ def _places(n: int) -> list[object]:
 
 def test_the_place_of_a_call_stays_when_python_warms_up() -> None:
     assert len(set(_places(200))) == 1
+
+
+def _site() -> tuple[object, ...]:
+    return torch_hooks.call_site(1)[:2]
+
+
+class _Called:
+    """Calls of it are made by C code, of a plain function by Python itself."""
+
+    def __call__(self) -> tuple[object, ...]:
+        return torch_hooks.call_site(1)[:2]
+
+
+def test_the_place_of_a_call_is_the_same_whatever_is_called() -> None:
+    def call(f: Callable[[], tuple[object, ...]]) -> object:
+        return f()[1]
+
+    assert call(_site) == call(_Called()) == call(functools.partial(_site))
 
 
 @functools.lru_cache(maxsize=2)
