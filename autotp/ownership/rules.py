@@ -1,6 +1,7 @@
 """Importing this module registers every rule."""
 
 from autotp.ownership import (  # noqa: F401
+    rules_along,
     rules_index,
     rules_linear,
     rules_movement,

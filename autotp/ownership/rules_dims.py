@@ -49,19 +49,25 @@ def aligned(own: Ownership, tid: int, shape: Sequence[int]) -> Operand:
 
 
 def by_dims(
-    own: Ownership, op: Op, operands: Sequence[Operand], free: Iterable[int], results: Sequence[Places] | None = None
+    own: Ownership,
+    op: Op,
+    operands: Sequence[Operand],
+    free: Iterable[int],
+    results: Sequence[Places | None] | None = None,
+    frame: tuple[int, ...] | None = None,
 ) -> None:
     """Carry owners through an operation that treats every index of the ``free`` places on its own.
 
     Args:
-        operands: all float operands; others of the operation are asked for whole.
-        free: places by dim of the first result.
-        results: for every result, which place each of its dims is (left out: all are shaped like the first).
+        operands: the operands that may be cut; others of the operation are asked for whole.
+        free: places along which every index is on its own.
+        results: for every result, which place each of its dims is, or None for one that is the same whatever is cut
+            (left out: all are shaped like the frame).
+        frame: the sizes of the places (left out: the shape of the first result).
     """
-    shape = own.shape(op.outs[0])
-    results = results if results is not None else [range(len(shape))] * len(op.outs)
-    live = [set(p) for t, p in zip(op.outs, results, strict=True) if t >= 0]
-    allowed = {r for r in free if shape[r] > 1 and all(r in p for p in live)}
+    shape = frame if frame is not None else own.shape(op.outs[0])
+    results = _live(own, op, results if results is not None else [range(len(shape))] * len(op.outs))
+    allowed = {r for r in free if shape[r] > 1 and all(r in p for p in results if p is not None)}
     rest = [t for t in dict.fromkeys(op.ins) if t not in {x.tid for x in operands}]
     if any(own.owners(t) is not None for t in rest):
         return own.all_whole(op, f"op {op.func} is given a cut tensor where it needs a whole one")
@@ -69,7 +75,7 @@ def by_dims(
         return own.all_whole(op, f"{op.func.overloadpacket} writes into a whole tensor")
     for t in rest:
         own.want(t)
-    if _only_weights(own, operands) and not op.writes:
+    if not rest and _only_weights(own, operands) and not op.writes:
         return _weights(own, op, operands, allowed, results)
     acc = _owners(own, op, operands, allowed, shape)
     if acc is None:
@@ -82,10 +88,16 @@ def by_dims(
         if own.open_weights(x.tid) is not None and not cut_with(own, x, acc):
             own.note(x.tid, SHARED)
     for x in operands:
-        own.want(x.tid, "as", _alike(own, op, x, allowed, results))
+        own.want(x.tid, "as", _alike(op, x, allowed, results))
     for i, (t, places) in enumerate(zip(op.outs, results, strict=True)):
-        own.put(op, Owned(_at(acc, places, own.shape(t))) if t >= 0 else None, i)
+        own.put(op, Owned(_at(acc, places, own.shape(t))) if places is not None else None, i)
     return None
+
+
+def _live(own: Ownership, op: Op, results: Sequence[Places | None]) -> list[Places | None]:
+    """Results that are not there, or empty, have no part in it."""
+    pairs = zip(op.outs, results, strict=True)
+    return [p if t >= 0 and 0 not in own.shape(t) else None for t, p in pairs]
 
 
 def _only_weights(own: Ownership, operands: Sequence[Operand]) -> bool:
@@ -95,7 +107,9 @@ def _only_weights(own: Ownership, operands: Sequence[Operand]) -> bool:
     return any(weights) and all(w or c for w, c in zip(weights, constant, strict=True))
 
 
-def _weights(own: Ownership, op: Op, operands: Sequence[Operand], free: set[int], results: Sequence[Places]) -> None:
+def _weights(
+    own: Ownership, op: Op, operands: Sequence[Operand], free: set[int], results: Sequence[Places | None]
+) -> None:
     """What is computed from parameters alone is still a weight."""
     vecs: list[Vec] = []
     params: frozenset[int] = frozenset()
@@ -105,10 +119,10 @@ def _weights(own: Ownership, op: Op, operands: Sequence[Operand], free: set[int]
             params |= s.params
             placed = [(v, x.places[v.dim]) for v in s.vecs]
             vecs += [Vec(v.param, v.param_dim, r, v.nodes) for v, r in placed if r is not None and r in free]
-        own.want(x.tid, "as", _alike(own, op, x, free, results))
+        own.want(x.tid, "as", _alike(op, x, free, results))
     kept = agreeing(own, vecs)
     for i, places in enumerate(results):
-        at = {r: d for d, r in enumerate(places) if r is not None}
+        at = {r: d for d, r in enumerate(places or ()) if r is not None}
         here = tuple(Vec(v.param, v.param_dim, at[v.dim], v.nodes) for v in kept if v.dim in at)
         own.put(op, Weights(here, params) if op.outs[i] >= 0 else None, i)
 
@@ -220,10 +234,10 @@ def cut_with(own: Ownership, x: Operand, acc: Tensor) -> bool:
     return False
 
 
-def _alike(
-    own: Ownership, op: Op, x: Operand, free: set[int], results: Sequence[Places]
-) -> dict[int, tuple[int, int] | Tensor]:
+def _alike(op: Op, x: Operand, free: set[int], results: Sequence[Places | None]) -> dict[int, tuple[int, int] | Tensor]:
     """The dims of an operand that are cut as the first live result is."""
-    i = next(i for i, t in enumerate(op.outs) if t >= 0)
-    at = {r: d for d, r in enumerate(results[i]) if r is not None}
+    i = next((i for i, p in enumerate(results) if p is not None), None)
+    if i is None:
+        return {}
+    at = {r: d for d, r in enumerate(results[i] or ()) if r is not None}
     return {d: (op.outs[i], at[r]) for d, r in enumerate(x.places) if r is not None and r in free}

@@ -193,7 +193,13 @@ def complex_view(own: Ownership, op: Op) -> None:
     tid = op.ins[0]
     o = own.owners(tid)
     to_complex = op.func.overloadpacket.__name__ == "view_as_complex"
-    if o is None or isinstance(own.states.get(tid), Weights):
+    state = own.states.get(tid)
+    if isinstance(state, Weights):
+        n = o.ndim if o is not None else len(own.shape(tid))
+        vecs = tuple(v for v in state.vecs if not to_complex or v.dim < n - 1)
+        own.want(tid, "as", {d: (op.outs[0], d) for d in range(n - to_complex)})
+        return own.put(op, Weights(vecs, state.params))
+    if o is None:
         return own.all_whole(op, "is made of complex numbers")
     merged = own.merge_along(o, [o.ndim - 1]) if to_complex else o.unsqueeze(-1).expand(own.shape(op.outs[0]))
     if merged is None:
@@ -206,7 +212,7 @@ def spatial(own: Ownership, op: Op, dims: int) -> None:
     """Pooling, resampling and the like over the last dims: every channel on its own."""
     tid = op.ins[0]
     o = own.owners(tid)
-    if o is None or (len(op.ins) > 1 and any(own.owners(t) is not None for t in op.ins[1:])):
+    if o is None:
         return own.all_whole(op, f"op {op.func} works on whole tensors")
     merged = own.merge_along(o, list(range(o.ndim - dims, o.ndim)))
     if merged is None:
@@ -215,7 +221,7 @@ def spatial(own: Ownership, op: Op, dims: int) -> None:
         merged = merged.narrow(d, 0, 1)
     own.want(tid, "own")
     for t in op.ins[1:]:
-        own.want(t)
+        own.whole(t, f"op {op.func} needs all of it for every channel")
     for i, t in enumerate(op.outs):
         if t >= 0:
             own.put(op, merged.expand(own.shape(t)), i)

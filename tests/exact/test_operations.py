@@ -8,13 +8,14 @@ import pytest
 
 from autotp.ranks import RankPool
 from tests.models.operations import Case, check, measured
+from tests.models.operations_along import ALONG
 from tests.models.operations_at_rest import AT_REST
 from tests.models.operations_norm import NORM
 from tests.models.operations_scatter import SCATTER
 
 pytestmark = pytest.mark.slow
 
-CASES: dict[str, Case] = {**SCATTER, **NORM, **AT_REST}
+CASES: dict[str, Case] = {**SCATTER, **NORM, **AT_REST, **ALONG}
 
 
 def run(payload: dict[str, Any]) -> dict[str, Any]:
