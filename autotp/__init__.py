@@ -7,8 +7,8 @@
     model = autotp.on_meta(Model, config)  # no memory for its parameters
     autotp.load(model, "folder/", mesh)    # each rank reads its part
 
-Everything is loaded on first use: `import autotp` does not import torch. `plan`, `shard`, `load`
-and `verify` are functions, so no submodule may have one of these names.
+Everything is loaded on first use: `import autotp` does not import torch. `plan`, `shard`, `load`,
+`materialize`, `on_meta` and `verify` are functions, so no submodule may have one of these names.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         VerifyError,
         WeightsError,
     )
+    from autotp.initialising import materialize
     from autotp.loading import load
     from autotp.plan_types import Collective, Finding, Memory, Plan, Row
     from autotp.planning import plan
@@ -45,6 +46,7 @@ _HOMES = {
     "verify": "verification",
     "on_meta": "construction",
     "load": "loading",
+    "materialize": "initialising",
     "Report": "verification",
     "Plan": "plan_types",
     "Row": "plan_types",
@@ -84,6 +86,7 @@ __all__ = [
     "WeightsError",
     "__version__",
     "load",
+    "materialize",
     "on_meta",
     "plan",
     "shard",

@@ -6,7 +6,7 @@ pointing at it. That is also how ``nn.Module.to_empty`` treats ``DTensor``s.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -95,12 +95,21 @@ def fill(slot: Slot, local: Tensor, device: str) -> None:
     if slot.parameter:
         parameter = nn.Parameter(new, requires_grad=old.requires_grad)
         torch_hooks.move_attachments(old, parameter)
-        torch.utils.swap_tensors(old, parameter)
+        if weakref.getweakrefs(old):
+            _replace(slot, parameter)  # recurrent layers: torch swaps no tensor that is referred to weakly
+        else:
+            torch.utils.swap_tensors(old, parameter)
         return
     for module, name in slot.holders:
         module._buffers[name] = new
 
 
-def on_meta(model: nn.Module) -> Iterator[str]:
-    """Names of the parameters and buffers that are still on meta."""
-    return (slot.name for slot in slots(model, persistent=False) if slot.tensor.is_meta)
+def _replace(slot: Slot, new: nn.Parameter) -> None:
+    for module, name in slot.holders:
+        module._parameters[name] = new
+        for value in module.__dict__.values():
+            for i, x in enumerate(value if type(value) is list else ()):
+                if x is slot.tensor:
+                    value[i] = new
+                elif isinstance(x, weakref.ref) and x() is slot.tensor:
+                    value[i] = weakref.ref(new)
