@@ -45,6 +45,7 @@ def main() -> int:
     names.sort(key=lambda n: hashlib.sha256(n.encode()).digest())  # so that a run cut short is a fair sample
     todo = remaining(names, tuple(options.tp), Path(options.record))
     warm_up()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the children are ended too
     start = time.monotonic()
     counts: dict[str, int] = {}
     with open(options.record, "a") as file:
@@ -94,15 +95,19 @@ def warm_up() -> None:
 def work(todo: list[tuple[str, tuple[int, ...]]], options: argparse.Namespace) -> Any:
     """Yields the records of one entry after another, a few entries at a time."""
     waiting, running = list(reversed(todo)), dict[Any, Running]()
-    while waiting or running:
-        while waiting and len(running) < options.jobs:
-            child = launch(*waiting.pop(), options)
-            running[child.pipe] = child
-        for pipe in wait(list(running), timeout=1.0):
-            yield collect(running.pop(pipe))
-        for child in [c for c in running.values() if time.monotonic() > c.deadline]:
-            del running[child.pipe]
-            yield give_up(child, "hung", "no answer in time")
+    try:
+        while waiting or running:
+            while waiting and len(running) < options.jobs:
+                started = launch(*waiting.pop(), options)
+                running[started.pipe] = started
+            for pipe in wait(list(running), timeout=1.0):
+                yield collect(running.pop(pipe))
+            for late in [c for c in running.values() if time.monotonic() > c.deadline]:
+                del running[late.pipe]
+                yield give_up(late, "hung", "no answer in time")
+    finally:
+        for left in running.values():
+            _end(left)
 
 
 def launch(name: str, sizes: tuple[int, ...], options: argparse.Namespace) -> Running:
@@ -117,6 +122,7 @@ def launch(name: str, sizes: tuple[int, ...], options: argparse.Namespace) -> Ru
 
 def child(pipe: Connection, zoo: str, name: str, sizes: tuple[int, ...], seconds: float) -> None:
     """What the fork does."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
