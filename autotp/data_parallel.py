@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -31,8 +35,16 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return [b for key, b in found.items() if key not in inner and places[key] == 1]
 
 
-def check_fsdp(model: nn.Module) -> None:
+Fsdp = bool | Mapping[str, Any]  # whether to apply fully_shard, or with which of its options
+_GIVEN = {"module", "mesh"}
+
+
+def check_fsdp(model: nn.Module, fsdp: Fsdp) -> None:
     """Raise for what ``fully_shard`` would refuse, before anything is changed."""
+    known = [n for n in inspect.signature(fully_shard).parameters if n not in _GIVEN]
+    unknown = [n for n in fsdp if n not in known] if isinstance(fsdp, Mapping) else []
+    if unknown:
+        raise MeshError(f"fsdp={{{unknown[0]!r}: ...}}: fully_shard has no such option; it has {', '.join(known)}")
     scalars = [n for n, p in model.named_parameters() if p.ndim == 0]
     if scalars:
         raise MeshError(
@@ -41,15 +53,16 @@ def check_fsdp(model: nn.Module) -> None:
         )
 
 
-def apply_fsdp(model: nn.Module, mesh: DeviceMesh, axes: MeshAxes) -> nn.Module:
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, axes: MeshAxes, fsdp: Fsdp = True) -> nn.Module:
     """Share parameters, gradients and optimizer state over the data-parallel axes, in place.
 
     With ``dp_replicate`` beside ``dp_shard`` this is HSDP: shared within, copied across.
     """
+    options = dict(fsdp) if isinstance(fsdp, Mapping) else {}
     names = tuple(n for n in (axes.replicate_name, axes.fsdp_name) if n)
     data = mesh[names if len(names) > 1 else names[0]]
     for block in blocks(model):
-        fully_shard(block, mesh=data)
-    fully_shard(model, mesh=data)
+        fully_shard(block, mesh=data, **options)
+    fully_shard(model, mesh=data, **options)
     follow_fsdp(model)
     return model

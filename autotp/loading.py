@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp import construction, torch_hooks
+from autotp.data_parallel import Fsdp
 from autotp.errors import PlanError, WeightsError
 from autotp.mesh import resolve_mesh
 from autotp.parts import fill, held, slots
@@ -36,7 +37,7 @@ def load(
     sample: Any = None,
     rules: Mapping[str, str] | None = None,
     sequence_parallel: bool = False,
-    fsdp: bool = True,
+    fsdp: Fsdp = True,
     min_bytes: int = 0,
     strict: bool = False,
 ) -> nn.Module:

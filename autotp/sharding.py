@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from autotp import construction, torch_hooks
-from autotp.data_parallel import apply_fsdp, check_fsdp
+from autotp.data_parallel import Fsdp, apply_fsdp, check_fsdp
 from autotp.errors import MeshError, PlanError
 from autotp.hoisting import ModuleProgram
 from autotp.layouts import distribute, layout_of
@@ -94,7 +94,7 @@ def shard(
     sample: Any = None,
     rules: Mapping[str, str] | None = None,
     sequence_parallel: bool = False,
-    fsdp: bool = True,
+    fsdp: Fsdp = True,
     min_bytes: int = 0,
     strict: bool = False,
 ) -> nn.Module:
@@ -107,7 +107,8 @@ def shard(
     Args:
         mesh: 1-D (tensor parallel whatever its name), or with an axis named ``tp``. An axis ``dp``, ``fsdp`` or
             ``dp_shard`` beside it gets ``fully_shard``, block by block (HSDP with ``dp_replicate``); each of its ranks
-            gets its own part of the batch. ``fsdp=False`` leaves that to you.
+            gets its own part of the batch. ``fsdp=False`` leaves that to you;
+            ``fsdp={"mp_policy": ..., "reshard_after_forward": ..., "offload_policy": ...}`` goes to ``fully_shard``.
         plan: a :class:`Plan` or a path to one, applied as it is after proof.
         sample, rules, min_bytes, strict: as in :func:`autotp.plan`.
 
@@ -119,8 +120,8 @@ def shard(
     """
     axes = resolve_mesh(mesh)
     _check_model(model, mesh)
-    if fsdp and axes.fsdp > 1:
-        check_fsdp(model)
+    if fsdp is not False and axes.fsdp > 1:
+        check_fsdp(model, fsdp)
     construction.put_buffers(model, construction.buffers_of(model, floats=False), mesh.device_type)
     prepared = prepare(
         model, axes, sample=sample, rules=rules, plan=plan, sequence_parallel=sequence_parallel,
@@ -129,18 +130,18 @@ def shard(
     return apply(model, mesh, prepared, fsdp=fsdp)
 
 
-def apply(model: nn.Module, mesh: DeviceMesh, prepared: Prepared, *, fsdp: bool = True) -> nn.Module:
+def apply(model: nn.Module, mesh: DeviceMesh, prepared: Prepared, *, fsdp: Fsdp = True) -> nn.Module:
     """Apply what was prepared; communicates: the ranks compare their plans, and take the first one's values."""
     axes = resolve_mesh(mesh)
-    data = fsdp and axes.fsdp > 1
+    data = fsdp is not False and axes.fsdp > 1
     if axes.tp == 1:
-        return apply_fsdp(model, mesh, axes) if data else model
+        return apply_fsdp(model, mesh, axes, fsdp) if data else model
     tp_mesh = mesh if mesh.ndim == 1 else mesh[axes.tp_name or "tp"]
     ranks = Ranks(tp_mesh.get_group(), tp_mesh.get_local_rank(), tp_mesh.size())
     _agree(prepared.plan, ranks)
     _share_first(model, ranks)
     _cut(model, prepared, tp_mesh, ranks)
-    return apply_fsdp(model, mesh, axes) if data else model
+    return apply_fsdp(model, mesh, axes, fsdp) if data else model
 
 
 def _cut(model: nn.Module, prepared: Prepared, mesh: DeviceMesh, ranks: Ranks) -> nn.Module:

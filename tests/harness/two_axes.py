@@ -26,18 +26,31 @@ def _float64(x: Any) -> Any:
     return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
+def _varied(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Token ids that differ from example to example."""
+    ids = [t.ndim == 2 and t.dtype == torch.int64 and int(t.max()) > 1 for t in tensors]
+    shifts = [torch.arange(len(t)).unsqueeze(1) for t in tensors]
+    return tuple((t + s) % 100 if i else t for t, s, i in zip(tensors, shifts, ids, strict=True))
+
+
 def train_step(payload: dict[str, Any]) -> dict[str, float | bool]:
     """Gradients, clipped norm and one AdamW step on 2 x 2 ranks; errors relative to the largest value."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=payload["names"])
+    names = payload["names"]
+    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
     model, args, kwargs = registry.build(payload["model"])
-    args, kwargs = tuple(map(_float64, args)), {k: _float64(v) for k, v in kwargs.items()}
+    copies = 2 ** (len(names) - 2)  # as many examples as data-parallel ranks
+    args = tuple(_float64(a).repeat(copies, *[1] * (a.ndim - 1)) for a in args)
+    kwargs = {k: _float64(v).repeat(copies, *[1] * (v.ndim - 1)) for k, v in kwargs.items()}
+    args, kwargs = _varied(args), dict(zip(kwargs, _varied(tuple(kwargs.values())), strict=True))
     model = model.double()
     expected = copy.deepcopy(model)
     autotp.shard(model, mesh, sample=(args, kwargs))
-    names = [n for n, _ in model.named_parameters()]
+    before = [n for n, _ in model.named_parameters()]
     kept = all(torch.equal(p.full_tensor(), q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
-    half = mesh[payload["names"][0]].get_local_rank()
-    part = slice(half, half + 1)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    place = sum(c << i for i, c in enumerate(reversed(coordinate[:-1])))
+    part = slice(place, place + 1)
     _loss(expected(*args, **kwargs)).backward()
     _loss(model(*(a[part] for a in args), **{k: v[part] for k, v in kwargs.items()})).backward()
     pairs = list(zip(model.parameters(), expected.parameters(), strict=True))
@@ -51,9 +64,41 @@ def train_step(payload: dict[str, Any]) -> dict[str, float | bool]:
     held = sum(local(p).numel() for p, _ in pairs) / sum(q.numel() for _, q in pairs)
     return {
         "kept": kept,
-        "names": names == [n for n, _ in model.named_parameters()],
+        "names": before == [n for n, _ in model.named_parameters()],
         "gradient": gradient / largest,
         "norm": abs(norm[0] - norm[1]) / norm[1],
         "step": step,
         "held": held,
+    }
+
+
+def with_policies(payload: object) -> dict[str, Any]:
+    """Options of ``fully_shard``: gradients in bfloat16 computation, parameters kept on the CPU and not resharded."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, args, kwargs = registry.build("hf:llama")
+    expected = copy.deepcopy(model)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options = {
+        "mp_policy": policy,
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+        "reshard_after_forward": False,
+    }
+    autotp.shard(model, mesh, sample=(args, kwargs), fsdp=options)
+    half = mesh["dp"].get_local_rank()
+    out = model(**{k: v[half : half + 1] for k, v in kwargs.items()}).logits
+    out.float().square().mean().backward()
+    want = expected.bfloat16()(**{k: v[half : half + 1] for k, v in kwargs.items()}).logits.float()
+    try:
+        autotp.shard(registry.build("hf:llama")[0], mesh, sample=(args, kwargs), fsdp={"mixed": policy})
+        refused = ""
+    except autotp.AutotpError as error:
+        refused = str(error)
+    return {
+        "dtype": str(out.dtype),
+        "error": float((out.float() - want).abs().max() / want.abs().max()),
+        "gradients": {str(p.grad.dtype) for p in model.parameters() if p.grad is not None},
+        "wrapped": sum(isinstance(m, FSDPModule) for m in model.modules()),
+        "refused": refused,
     }
