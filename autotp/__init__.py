@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from autotp.plan_types import Collective, Finding, Memory, Plan, Row
     from autotp.planning import plan
     from autotp.sharding import shard
+    from autotp.teaching import OpView, register_rule
     from autotp.verification import Report, verify
 
 __version__ = "0.1.0"
@@ -44,6 +45,8 @@ _HOMES = {
     "plan": "planning",
     "shard": "sharding",
     "verify": "verification",
+    "register_rule": "teaching",
+    "OpView": "teaching",
     "on_meta": "construction",
     "load": "loading",
     "materialize": "initialising",
@@ -74,6 +77,7 @@ __all__ = [
     "InputError",
     "Memory",
     "MeshError",
+    "OpView",
     "Plan",
     "PlanError",
     "ProofError",
@@ -89,6 +93,7 @@ __all__ = [
     "materialize",
     "on_meta",
     "plan",
+    "register_rule",
     "shard",
     "verify",
 ]

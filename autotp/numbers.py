@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from autotp import torch_hooks
 from autotp.errors import AutotpError
 from autotp.ownership.dealing import Dealing
+from autotp.ownership.state import Count
 from autotp.program import CallEdit, NumberEdit
 from autotp.record import Call
-from autotp.trees import Ref
+from autotp.trees import Ref, rebuild
 
 Numbers = dict[int, NumberEdit]
 
@@ -42,19 +44,32 @@ class Solver:
     edit: CallEdit
     rank: int
 
-    def scale_groups(self, call: Call, leaves: list[Any], numbers: Numbers) -> int:
-        """A call that counts groups of channels counts a rank's share of them; the place of that number."""
-        count = self.dealing.own.scaled[call.index]
-        at = [i for i, g in enumerate(call.leaves) if isinstance(g, int) and g == count and not isinstance(g, bool)]
-        x = next(r.tid for r in call.leaves if isinstance(r, Ref))
-        edit = self.edit.operands.get(next(i for i, r in enumerate(call.leaves) if isinstance(r, Ref)))
-        sets = {**self.dealing.sets(x), **dict(edit.slice if edit else ())}
-        share = Fraction(len(sets[1][self.rank]), self.dealing.own.trace.tensors[x].shape[1])
-        if not at or (count * share).denominator != 1:
-            raise Unsolvable(f"{call.name} works on {count} groups, which cannot be counted per rank")
-        if leaves[at[-1]] != count * share:  # else it was read from a rank's part
-            numbers[at[-1]] = NumberEdit(ratio=share)
-        return at[-1]
+    def scale_counts(self, call: Call, leaves: list[Any], numbers: Numbers) -> list[int]:
+        """A call that counts what is cut counts a rank's share of it; the places of these numbers."""
+        places = []
+        for count in self.dealing.own.scaled[call.index]:
+            share = self._share(call, count)
+            at = _place(call, count)
+            if (at is None and share != 1) or (count.value * share).denominator != 1:
+                raise Unsolvable(f"{call.name} works on {count.value} groups, which cannot be counted per rank")
+            if at is not None:
+                places.append(at)
+                if leaves[at] != count.value * share:  # else it was read from a rank's part
+                    numbers[at] = NumberEdit(ratio=share)
+        return places
+
+    def _share(self, call: Call, count: Count) -> Fraction:
+        """The part that a rank has of what is counted."""
+        refs = [(i, r.tid) for i, r in enumerate(call.leaves) if isinstance(r, Ref) and count.tid in (None, r.tid)]
+        if not refs:
+            raise Unsolvable(f"{call.name} counts something of a tensor that it was not given")
+        i, x = refs[0]
+        edit = self.edit.operands.get(i)
+        gathered = dict(edit.gather if edit else ())
+        held = {d: s for d, s in self.dealing.sets(x).items() if d not in gathered}
+        sets = {**held, **dict(edit.slice if edit else ())}
+        whole = self.dealing.own.trace.tensors[x].shape[count.dim]
+        return Fraction(len(sets[count.dim][self.rank]), whole) if count.dim in sets else Fraction(1)
 
     def candidates(self, call: Call, leaves: list[Any], numbers: Numbers) -> Iterator[Numbers]:
         """Edits of the numbers, fewest changes first."""
@@ -103,3 +118,17 @@ class Solver:
                         if isinstance(g, int) and not isinstance(g, bool) and g > 0:
                             out[Fraction(bisect_left(s[self.rank], g), g)] = None
         return {f: None for f in out if f}
+
+
+def _place(call: Call, count: Count) -> int | None:
+    """Where in a call's arguments a count is; None if it was left out, or something else was called."""
+    if count.name is None:
+        at = [i for i, g in enumerate(call.leaves) if type(g) is int and g == count.value]
+        return at[-1] if at else None
+    schema = torch_hooks.schema_of(call.func)
+    if schema is None:
+        return None
+    args, kwargs = rebuild(list(range(len(call.leaves))), call.spec)
+    given = {a.name: x for a, x in zip(schema.arguments, args, strict=False)} | kwargs
+    place = given.get(count.name)
+    return place if isinstance(place, int) else None

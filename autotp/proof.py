@@ -52,7 +52,7 @@ class Prover:
     def __post_init__(self) -> None:
         tensors = self.trace.tensors
         self.moves: list[tuple[Call, list[Any], Any]] = []  # calls that move elements of cut tensors, as they were made
-        self.counted: dict[int, int] = {}  # calls with the place of the number of groups they work on
+        self.counted: dict[int, list[int]] = {}  # calls with the places of numbers that count what is cut
         self.written = {tensors[t].storage for op in self.trace.ops for t in op.writes}
 
     # ------------------------------------------------------------ the run
@@ -182,7 +182,7 @@ class Prover:
     def _run(self, call: Call, edit: CallEdit, func: Any, leaves: list[Any], spec: Any, wanted: list[Any]) -> Any:
         numbers = edit.numbers.setdefault(self.rank, {})
         if call.index in self.dealing.own.scaled and not numbers:
-            self._scale_groups(call, edit, leaves, numbers)
+            self._scale_counts(call, edit, leaves, numbers)
         tags = self._tags(call, leaves)
         if tags is not None:
             self.moves.append((call, leaves, spec))
@@ -241,9 +241,9 @@ class Prover:
         cut = any(self.dealing.sets(x.tid) for x in call.leaves if isinstance(x, Ref))
         if cut and self._only(call, {movement, cat}):
             return False
-        counted = self.counted.get(call.index)
+        counted = self.counted.get(call.index, [])
         return any(
-            isinstance(g, _PLAIN) and isinstance(x, _PLAIN) and x != g and i not in tried and i != counted
+            isinstance(g, _PLAIN) and isinstance(x, _PLAIN) and x != g and i not in tried and i not in counted
             for i, (x, g) in enumerate(zip(leaves, call.leaves, strict=True))
         )
 
@@ -264,9 +264,9 @@ class Prover:
     def _numbers(self, tried: dict[int, NumberEdit], leaves: list[Any]) -> list[Any]:
         return [edited(x, tried[i]) if i in tried else x for i, x in enumerate(leaves)]
 
-    def _scale_groups(self, call: Call, edit: CallEdit, leaves: list[Any], numbers: Numbers) -> None:
+    def _scale_counts(self, call: Call, edit: CallEdit, leaves: list[Any], numbers: Numbers) -> None:
         try:
-            self.counted[call.index] = Solver(self.dealing, edit, self.rank).scale_groups(call, leaves, numbers)
+            self.counted[call.index] = Solver(self.dealing, edit, self.rank).scale_counts(call, leaves, numbers)
         except Unsolvable as e:
             raise Unproven(call.index, str(e)) from e
 

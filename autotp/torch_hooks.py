@@ -51,6 +51,13 @@ def functional(func: Any) -> Any:
     return func if overload is None else overload
 
 
+def schema_of(func: Any) -> Any | None:
+    """The schema of an operation, however it was reached (``torch.ops.x.y`` with one overload, or one overload)."""
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        func = getattr(func, func.overloads()[0]) if len(func.overloads()) == 1 else None
+    return func._schema if isinstance(func, torch._ops.OpOverload) else None
+
+
 @functools.cache
 def is_pointwise(func: Any) -> bool:
     """Whether torch tags an aten operation as elementwise (with broadcasting)."""

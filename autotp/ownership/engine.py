@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autotp.ownership.nodes import Nodes, along, compress, core, pairs, varies
-from autotp.ownership.state import Owned, State, Vec, Want, Weights
+from autotp.ownership.state import Count, Owned, State, Vec, Want, Weights
 from autotp.record import Op, Trace
 
 Rule = Callable[["Ownership", Op], None]
@@ -73,7 +73,7 @@ class Ownership:
         self.cut: dict[int, int] = {}
         self.partial: dict[int, int] = {}  # tensor -> the tensor a mean was taken of, or -1 for a sum
         self.was_partial: set[int] = set()
-        self.scaled: dict[int, int] = {}  # call -> an integer argument that counts groups, to be scaled with them
+        self.scaled: dict[int, tuple[Count, ...]] = {}  # call -> integers that count groups, to be scaled with them
         self.vocab: set[int] = set()
         self.shared: dict[int, Any] = {}  # call -> a norm over cut features, whose statistics the ranks share
         self.leave: dict[int, int] = {}

@@ -14,7 +14,7 @@ from autotp.ownership.engine import Ownership, no_rule, rule
 from autotp.ownership.nodes import core, varies
 from autotp.ownership.rules_movement import IDENTITY
 from autotp.ownership.rules_pointwise import follow, try_cut
-from autotp.ownership.state import Owned, Weights
+from autotp.ownership.state import Count, Owned, Weights
 from autotp.record import Op
 
 
@@ -320,7 +320,7 @@ def _grouped(own: Ownership, op: Op, x: int, w: int, transposed: bool, groups: i
         own.whole(x, "meets a grouped convolution that cannot be cut")
         own.whole(w, f"{groups} groups cannot be dealt to {own.tp} ranks")
         return own.put(op, None)
-    own.scaled[op.call] = groups
+    own.scaled[op.call] = (Count(groups, 1),)
     of = {d: nodes.expand(groups, size // groups).reshape(-1) for d, size in ((0, channels), (1, out_shape[1]))}
     own.want(w, "own")
     own.want(x, "as", {1: of[0]})

@@ -7,7 +7,7 @@ from torch import Tensor
 from autotp.ownership.engine import Ownership, rule
 from autotp.ownership.nodes import varies
 from autotp.ownership.rules_linear import add_bias
-from autotp.ownership.state import Owned, Weights
+from autotp.ownership.state import Count, Owned, Weights
 from autotp.record import Op
 from autotp.trees import Ref
 
@@ -80,7 +80,7 @@ def group_norm(own: Ownership, op: Op) -> None:
     if grouped is None:
         return own.all_whole(op, f"feeds a group norm with {group} groups")
     own.want(x, "own")
-    own.scaled[op.call] = group
+    own.scaled[op.call] = (Count(group, 1),)
     own.put(op, Owned(grouped))
     for a in op.args[1:3]:
         if isinstance(a, Ref):

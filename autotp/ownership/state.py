@@ -35,6 +35,20 @@ class Owned:
     owners: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Count:
+    """An integer argument that counts something along ``dim`` of an operand.
+
+    The operand is tensor ``tid``, or the call's first; the argument has a ``name`` in the operation's schema, or is the
+    last one of that value.
+    """
+
+    value: int
+    dim: int
+    tid: int | None = None
+    name: str | None = None
+
+
 State = Weights | Owned | None  # None: whole, every rank holds all of it
 
 

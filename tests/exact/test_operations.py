@@ -12,10 +12,11 @@ from tests.models.operations_along import ALONG
 from tests.models.operations_at_rest import AT_REST
 from tests.models.operations_norm import NORM
 from tests.models.operations_scatter import SCATTER
+from tests.models.operations_taught import TAUGHT
 
 pytestmark = pytest.mark.slow
 
-CASES: dict[str, Case] = {**SCATTER, **NORM, **AT_REST, **ALONG}
+CASES: dict[str, Case] = {**SCATTER, **NORM, **AT_REST, **ALONG, **TAUGHT}
 
 
 def run(payload: dict[str, Any]) -> dict[str, Any]:
