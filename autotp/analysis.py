@@ -79,7 +79,7 @@ class Search:
                 raise Refold
             try:
                 dealing = Dealing(own)
-                edits = Lowering(own, dealing).edits()
+                edits = self._edits(own, dealing)
                 self._prove(dealing, edits)
             except NotARectangle as e:
                 self._give_up_tensor(own, e.tid, "a rank's part of it is no tensor")
@@ -95,6 +95,9 @@ class Search:
                 return Analysis(self.trace, own, dealing, edits, self.notes, n + 1)
         raise ProofError(f"no program could be proved in {MAX_ROUNDS} rounds; please report the model")
 
+    def _edits(self, own: Ownership, dealing: Dealing) -> dict[int, CallEdit]:
+        return Lowering(own, dealing).edits()
+
     def _prove(self, dealing: Dealing, edits: dict[int, CallEdit]) -> None:
         """Prove one rank of every different shape; ranks of equal shape take its numbers over, if they fit.
 
@@ -108,14 +111,15 @@ class Search:
             key = tuple(tuple(len(s[rank]) for s in sets.values()) for sets in cut)
             prover, twin = Prover(self.trace, dealing, edits, rank), proved.get(key)
             if twin is not None:
+                given = [dict(e.numbers.get(rank, {})) for e in edits.values()]
                 for e in edits.values():
                     if e.numbers.get(twin.rank):
                         e.numbers[rank] = dict(e.numbers[twin.rank])
                 numbers = any(e.numbers.get(rank) for e in edits.values())
                 if prover.moves_alike(twin.moves) and not (numbers and rank == self.tp - 1):
                     continue
-                for e in edits.values():
-                    e.numbers.pop(rank, None)
+                for e, numbers_before in zip(edits.values(), given, strict=True):
+                    e.numbers[rank] = numbers_before
             proved.setdefault(key, prover)
             prover.prove(self.model, self.args, self.kwargs)
 

@@ -48,7 +48,7 @@ def make_plan(request: Request, notes: Notes) -> Plan:
         loaded = load_spec(request.model)
         options: dict[str, Any] = {"mesh": f"tp={ranks},dp={request.dp}"} if request.dp else {"tp": ranks}
         options["sample"] = read_sample(request.sample) or loaded.sample
-        options["sequence_parallel"] = request.sequence_parallel
+        options["sequence_parallel"] = request.sequence_parallel or (saved is not None and saved.sequence_parallel)
         made = plan(loaded.model, **options, rules=rules or None)
         if saved and (choices := _other_choices(saved, made, str(request.plan_file))):
             made = plan(loaded.model, **options, rules={**choices, **rules})
@@ -67,7 +67,11 @@ def _other_choices(saved: Plan, made: Plan, path: str) -> dict[str, str]:
             f"{path} is a plan for another model: {len(unknown)} of its {len(saved.parameters)} parameters "
             f"are not in this one, first {unknown[0]}"
         )
-    return {row.name: row.style for row in saved.parameters if not row.tied_to and styles[row.name] != row.style}
+    chosen = {row.name: row.style for row in saved.parameters if not row.tied_to and styles[row.name] != row.style}
+    by_tokens = {name for name, style in chosen.items() if style == "sequence_parallel"}
+    return {
+        name: style for name, style in chosen.items() if name not in by_tokens and styles[name] != "sequence_parallel"
+    }
 
 
 def load_plan(path: str | None) -> Plan | None:

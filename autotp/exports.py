@@ -32,6 +32,12 @@ def to_tp_plan(plan: Plan) -> dict[str, str]:
     Raises:
         PlanError: a style that transformers has no name for, or layers that differ under one `*`.
     """
+    if plan.sequence_parallel:
+        raise PlanError(
+            "transformers cannot express sequence_parallel=True: plan without it to export, or use "
+            "autotp.shard(model, mesh, plan=...).",
+            code="TP-EXPORT",
+        )
     styles = _by_module(plan)
     unknown = [name for name, style in styles.items() if style in _NOT_IN_TRANSFORMERS]
     globs: dict[str, set[str]] = {}

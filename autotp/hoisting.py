@@ -141,10 +141,17 @@ class Hoisting:
                 self.edits[c.index].local = True
             return
         edits = {self.edits[c.index].operands.get(i, OperandEdit()) for c, i in uses}
-        if len(edits) == 1:
+        if len(edits) == 1 and self._gets_tokens(path, next(iter(edits)).stream):
             self._program(path).params[attr] = edits.pop()
             for c, i in uses:
                 self.edits[c.index].operands.pop(i, None)
+
+    def _gets_tokens(self, path: str, stream: int | None) -> bool:
+        """Whether a module gets tokens of a stream, so that their number is known before it runs."""
+        own = self.a.own
+        inputs = [m.inputs.values() for m in self.trace.modules if m.path == path]
+        owners = [[o for o in map(own.owners, tids) if o is not None] for tids in inputs]
+        return stream is None or all(any(own.streams.of(o) == stream for o in found) for found in owners)
 
     # ------------------------------------------------------------ inputs
     def _inputs(self) -> None:
@@ -169,7 +176,7 @@ class Hoisting:
 
     def _highest(self, call: Call, tid: int, edit: OperandEdit) -> tuple[ModuleCall, Path] | None:
         """The highest module run around a call that gets the tensor as an input which all its readers enter."""
-        if edit.gather or edit.slice or edit.once or not edit.enter:
+        if edit.gather or edit.slice or edit.once or not edit.enter or edit.stream is not None:
             return None
         best = None
         at = call.module
@@ -198,6 +205,8 @@ class Hoisting:
                 tid = c.outs[i].tid
                 if m is None or any(m.start <= r.index < m.stop for r in self.readers[tid]):
                     continue
+                if self.edits[c.index].results[i].of_tokens and m.stop > c.index + 1:
+                    continue  # its shape may be read before the next call
                 paths = [p for p, t in m.outputs.items() if t == tid]
                 if len(paths) == 1:
                     wanted[m.path, paths[0]].append((c, i))

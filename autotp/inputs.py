@@ -112,6 +112,14 @@ def second_opinion(args: tuple[Any, ...], kwargs: dict[str, Any], attempt: Attem
     return args, kwargs
 
 
+def longer(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int) -> Sample:
+    """The same inputs with at least so many tokens: shorter ones are repeated from the start."""
+    tensors = [v for v in _leaves((args, kwargs)) if isinstance(v, Tensor) and v.dim()]
+    lengths = {t.shape[1] for t in tensors if _has_length(t)}
+    resized = {n: n + tokens for n in lengths if n < tokens}
+    return _map((args, kwargs), partial(_resize, batch=None, lengths=resized)) if resized else (args, kwargs)
+
+
 def _has_length(tensor: Tensor) -> bool:
     """Ids (batch, length) and features (batch, length, width) have one; images and plain feature rows do not."""
     return tensor.dim() == 3 if tensor.is_floating_point() else tensor.dim() == 2

@@ -74,6 +74,9 @@ class Solver:
     def candidates(self, call: Call, leaves: list[Any], numbers: Numbers) -> Iterator[Numbers]:
         """Edits of the numbers, fewest changes first."""
         yield dict(numbers)
+        if self.edit.stream is not None or self.dealing.counts_tokens:
+            yield from self._of_tokens(call, leaves, numbers)
+            return
         if numbers:
             return
         options: dict[int, list[NumberEdit]] = {}
@@ -86,10 +89,23 @@ class Solver:
                 here.insert(0, NumberEdit(seen=x, value=g))
             if here:
                 options[i] = here
-        for n in range(1, min(len(options), 4) + 1):
-            for chosen in itertools.combinations(options, n):
-                for picks in itertools.product(*(options[i] for i in chosen)):
-                    yield dict(zip(chosen, picks, strict=True))
+        yield from _combined(options)
+
+    def _of_tokens(self, call: Call, leaves: list[Any], numbers: Numbers) -> Iterator[Numbers]:
+        """Edits of numbers that count tokens; all other numbers were edited when tokens were whole."""
+        parts = self.dealing.token_parts(self.edit.stream)
+        options: dict[int, list[NumberEdit]] = {}
+        for i, (x, g) in enumerate(zip(leaves, call.leaves, strict=True)):
+            if i in numbers or isinstance(x, bool) or not isinstance(x, int) or not isinstance(g, int):
+                continue
+            for stream, per_rank in parts.items():
+                mine, all_ = len(per_rank[self.rank]), sum(map(len, per_rank))
+                down, up = Fraction(mine, all_), Fraction(all_, mine)
+                if x != g and x * up == g:
+                    options.setdefault(i, []).append(NumberEdit(ratio=up, stream=stream, up=True))
+                elif x == g and x > 1 and (x * down).denominator == 1:
+                    options.setdefault(i, []).append(NumberEdit(ratio=down, stream=stream))
+        yield from ({**numbers, **found} for found in _combined(options))
 
     def _ratios(self, call: Call) -> list[Fraction]:
         found: dict[Fraction, None] = {}
@@ -132,3 +148,11 @@ def _place(call: Call, count: Count) -> int | None:
     given = {a.name: x for a, x in zip(schema.arguments, args, strict=False)} | kwargs
     place = given.get(count.name)
     return place if isinstance(place, int) else None
+
+
+def _combined(options: dict[int, list[NumberEdit]]) -> Iterator[Numbers]:
+    """Some of the options, fewest first."""
+    for n in range(1, min(len(options), 4) + 1):
+        for chosen in itertools.combinations(options, n):
+            for picks in itertools.product(*(options[i] for i in chosen)):
+                yield dict(zip(chosen, picks, strict=True))

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from autotp import inputs, trace
+from autotp import inputs, sequence, trace
 from autotp.analysis import Analysis, analyse
 from autotp.at_rest import cut_at_rest
 from autotp.construction import with_buffers
@@ -62,6 +62,8 @@ def plan(
         sample: example inputs, ``(args, kwargs)``, a dict of keyword inputs or a tensor; only shapes, dtypes and
             integer values matter. Inferred where left out.
         rules: ``{"glob": "style"}``, choices of your own; they win, the last one that matches counts.
+        sequence_parallel: between the cut layers, each rank works on a slice of the tokens (norms, dropouts, residual
+            adds), where the analysis finds that it can.
         min_bytes: parameters smaller than this stay whole.
         strict: raise if a weight matrix that could hold data is left whole.
 
@@ -93,17 +95,21 @@ def prepare(
     strict: bool = False,
 ) -> Prepared:
     """Plan, and keep the proved program that the plan stands for."""
-    if sequence_parallel:
-        raise PlanError("sequence_parallel=True is not available yet; leave it out to plan without it")
     if not any(True for _ in model.parameters()):
         raise PlanError(f"{type(model).__name__} has no parameters: there is nothing to cut")
+    plan = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    sequence_parallel = sequence_parallel or (plan is not None and plan.sequence_parallel)
     forced = resolve(model, rules, plan, min_bytes)
     if axes.tp == 1:
         return _alone(model, axes)
     force = partial(choices_of, model, forced) if forced.styles or forced.by_size else None
+    told: tuple[str, ...] = ()
     with with_buffers(model) as unknown:
-        args, kwargs, record = example(model, sample)
+        args, kwargs, record = example(model, sample, tokens=axes.tp if sequence_parallel else 1)
         analysis = analyse(model, args, kwargs, axes.tp, force, record)
+        if sequence_parallel:
+            whole = sequence.unfolded(model, args, kwargs, force, analysis)
+            analysis, told = sequence.cut_tokens(model, args, kwargs, whole)
     forced.check(analysis)
     cut_at_rest(analysis, forced.at_rest)
     programs = Hoisting(analysis).run()
@@ -114,7 +120,7 @@ def prepare(
         parameters=rows,
         collectives=collectives_of(analysis, programs),
         memory=Memory.of(rows),
-        findings=(*forced.findings(), *_whole(rows), *map(_unknown, unknown)),
+        findings=(*forced.findings(), *_tokens(told), *_whole(rows), *map(_unknown, unknown)),
         sample=inputs.format_sample(args, kwargs),
         sequence_parallel=sequence_parallel,
     )
@@ -123,8 +129,11 @@ def prepare(
     return Prepared(made, analysis, programs)
 
 
-def example(model: nn.Module, sample: Any) -> tuple[tuple[Any, ...], dict[str, Any], trace.Trace]:
-    """The user's example inputs, or the first inferred ones that run, and the record of that run."""
+def example(model: nn.Module, sample: Any, tokens: int = 1) -> tuple[tuple[Any, ...], dict[str, Any], trace.Trace]:
+    """The user's example inputs, or the first inferred ones that run, and the record of that run.
+
+    They are made longer if they have fewer ``tokens`` and the model then still runs.
+    """
     records: list[trace.Trace] = []
 
     def attempt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
@@ -141,7 +150,17 @@ def example(model: nn.Module, sample: Any) -> tuple[tuple[Any, ...], dict[str, A
             raise InputError(
                 f"{type(model).__name__}.forward does not run on the sample given: {type(failed).__name__}: {failed}"
             ) from failed
+    longer = inputs.longer(args, kwargs, tokens)
+    if longer[0] is not args:
+        before = records[0]
+        if attempt(*longer) is None:
+            return (*longer, records[0])
+        records[:] = [before]
     return args, kwargs, records[0]
+
+
+def _tokens(told: tuple[str, ...]) -> list[Finding]:
+    return [Finding(code="TP-TOKENS", level="warning", where="", message=text) for text in told]
 
 
 def _alone(model: nn.Module, axes: MeshAxes) -> Prepared:

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from autotp import torch_hooks
-from autotp.ownership.dealing import Dealing, Sets, indices
+from autotp.ownership.dealing import Dealing, Sets, Tokens, indices
 from autotp.ownership.engine import Ownership
 from autotp.ownership.rules_movement import IDENTITY
 from autotp.ownership.rules_shared_norm import SharedNorm
@@ -26,24 +26,44 @@ Cuts = tuple[tuple[int, Indices], ...]
 
 @dataclass(frozen=True)
 class OperandEdit:
-    """What happens to an operand: gathered along ``gather``, entered, sliced along ``slice``, kept on one rank."""
+    """What happens to an operand: gathered along ``gather``, entered, sliced along ``slice``, kept on one rank.
+
+    With ``stream``, only where the tokens of that stream are cut. Entered, ``unless`` the tokens of that one are.
+    """
 
     gather: Cuts = ()
     enter: bool = False
     slice: Cuts = ()
     once: bool = False
+    stream: int | None = None
+    unless: int | None = None
 
     def __bool__(self) -> bool:
         return bool(self.gather or self.enter or self.slice or self.once)
 
+    @property
+    def of_tokens(self) -> bool:
+        """Whether it depends on how many tokens there are."""
+        return self.stream is not None or self.unless is not None or _of_tokens(self.gather)
+
 
 @dataclass(frozen=True)
 class ResultEdit:
-    """What happens to a result: summed over the ranks (each first scaled by ``scale[rank]``), or gathered."""
+    """What happens to a result: summed over the ranks (each first scaled by ``scale[rank]``), or gathered.
+
+    ``scatter``: each rank keeps some tokens of it. ``summed``: its gradients are partial, and summed into the parts.
+    """
 
     leave: bool = False
     scale: tuple[float, ...] = ()
     gather: Cuts = ()
+    scatter: Cuts = ()
+    summed: bool = False
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether it depends on how many tokens there are."""
+        return bool(self.scatter) or _of_tokens(self.gather)
 
 
 @dataclass(frozen=True)
@@ -64,6 +84,7 @@ class CallEdit:
     rows: Indices | None = None
     norm: NormEdit | None = None
     random: bool = False
+    stream: int | None = None  # its tensors are cut by the tokens of this stream
     local: bool = False  # an operand is a parameter of another module: its local tensor is taken here
 
     def __bool__(self) -> bool:
@@ -80,11 +101,17 @@ class CallEdit:
 
 @dataclass(frozen=True)
 class NumberEdit:
-    """Scale an integer by ``ratio``; or, where ``seen`` is given, put ``value`` in place of exactly that number."""
+    """Scale an integer by ``ratio``; or, where ``seen`` is given, put ``value`` in place of exactly that number.
+
+    With ``stream`` it counts tokens: a rank's are turned into all (``up``) or all into a rank's; ``ratio`` is the
+    sample's.
+    """
 
     ratio: Fraction | None = None
     seen: int | float | None = None
     value: int | float | None = None
+    stream: int | None = None
+    up: bool = False
 
 
 class CannotEdit(Exception):
@@ -133,6 +160,7 @@ class Lowering:
             for leaf in leaf_of[tid]:
                 edit.operands[leaf] = next(iter(conversions))
         self._results(call, edit)
+        self._tokens(call, edit)
         self._check_aliases(call, edit)
         if call.fixed and (edit.operands or edit.results):
             raise CannotEdit(call.index, f"{call.name} is a custom autograd function, whose gradient is not known")
@@ -155,7 +183,7 @@ class Lowering:
     def _convert(self, i: int, want: Want, call: Call, chain: list[int]) -> tuple[int, OperandEdit]:
         """The conversion one operation needs, moved back to an operand of the call."""
         op, have = self.trace.ops[i], self._have(want.tid, call)
-        wanted = self._wanted(want)
+        wanted = self._wanted(want, call)
         grad = self.trace.tensors[want.tid].grad
         cut_out = any(t >= 0 and (self._partial(t, call) or self._have(t, call)) for t in op.outs)
         if want.kind == "own":
@@ -173,22 +201,24 @@ class Lowering:
                 raise CannotEdit(call.index, f"{op.func} needs an operand cut in another way")
         return self._back(want.tid, edit, call, chain) if edit else (want.tid, edit)
 
-    def _made(self, tid: int) -> Sets:
-        """How a tensor is cut when it is computed, before its call gathers it."""
+    def _have(self, tid: int, call: Call) -> Sets:
+        """How a tensor is cut within a call: before it is gathered or scattered, if it is computed there."""
+        if self.own.made_in.get(tid) != call.index:
+            return self.dealing.sets(tid)
+        if tid in self.own.scattered:
+            return {}
         gathered = self.own.gathered.get(tid)
         return self.dealing.sets(tid) if gathered is None else self.dealing.of_owners(gathered, tid)
 
-    def _have(self, tid: int, call: Call) -> Sets:
-        return self._made(tid) if self.own.made_in.get(tid) == call.index else self.dealing.sets(tid)
-
     def _partial(self, tid: int, call: Call) -> bool:
-        return tid in self.own.was_partial and self.own.made_in.get(tid) == call.index
+        here = self.own.made_in.get(tid) == call.index or tid in self.own.choices.later
+        return here and tid in self.own.was_partial
 
-    def _wanted(self, want: Want) -> Sets:
+    def _wanted(self, want: Want, call: Call) -> Sets:
         out: Sets = {}
         for d, like in want.dims:
             if isinstance(like, tuple):
-                other = self._made(like[0])
+                other = self._have(like[0], call)
                 if like[1] in other:
                     out[d] = other[like[1]]
             else:
@@ -234,7 +264,13 @@ class Lowering:
             out = moved(op, source, tags, [out_shape] * len(op.outs))[op.outs.index(tid)]
         except Exception as e:
             raise CannotEdit(call.index, f"{call.name}: {op.func} stands between an operand and its cut") from e
-        return replace(edit, slice=self._slices_of(out, edit.slice, shape, call))
+        return replace(edit, slice=self._as_tokens(self._slices_of(out, edit.slice, shape, call), edit.slice))
+
+    @staticmethod
+    def _as_tokens(cuts: Cuts, before: Cuts) -> Cuts:
+        """Slices moved to another dim are still slices of tokens if they are the same ones."""
+        known = {tuple(s): s for _, s in before}
+        return tuple((d, known.get(tuple(s), s)) for d, s in cuts)
 
     def _slices_of(self, tags: Any, cuts: Cuts, shape: tuple[int, ...], call: Call) -> Cuts:
         import numpy as np
@@ -257,11 +293,39 @@ class Lowering:
         for i, x in enumerate(call.outs):
             if not isinstance(x, Ref) or self.own.made_in.get(x.tid) != call.index:
                 continue  # a call may return its operand as it is
+            kept = self.own.scattered.get(x.tid)
+            scatter = () if kept is None else _cuts(self.dealing.of_owners(kept, x.tid))
             if x.tid in self.own.leave:
-                edit.results[i] = ResultEdit(leave=True, scale=self._scale(self.own.leave[x.tid]))
+                edit.results[i] = ResultEdit(leave=True, scale=self._scale(self.own.leave[x.tid]), scatter=scatter)
+            elif scatter:
+                edit.results[i] = ResultEdit(scatter=scatter)
             elif x.tid in self.own.gathered:
                 sets = self.dealing.of_owners(self.own.gathered[x.tid], x.tid)
                 edit.results[i] = ResultEdit(gather=_cuts(sets))
+
+    def _tokens(self, call: Call, edit: CallEdit) -> None:
+        """Say of a call and its edits which stream's tokens they depend on; there can be one only, and nothing else."""
+        if not self.own.streams.first:
+            return
+        made = sorted({t for i in range(call.start, call.stop) for t in self.trace.ops[i].outs if t >= 0})
+        owners = [self._owners(t, call) for t in made if self._have(t, call)]
+        streams = {self.own.streams.of(o) for o in owners if o is not None}
+        if len(streams) > 1:
+            raise CannotEdit(call.index, f"{call.name} works on tensors that are cut by tokens and in another way")
+        edit.stream = streams.pop() if streams else None
+        if edit.stream is not None:
+            edit.operands = {i: replace(e, stream=edit.stream) for i, e in edit.operands.items()}
+        cuts = [s for e in edit.operands.values() for _, s in (e.slice if edit.stream is not None else ())]
+        for i, e in edit.operands.items():
+            owner = self.own.owners(call.leaves[i].tid)
+            cuts += [s for _, s in e.gather] if self.own.by_tokens(owner) else []
+        cuts += [s for r in edit.results.values() for _, s in (*r.scatter, *(r.gather if edit.stream else ()))]
+        if not all(isinstance(s, Tokens) for s in cuts):
+            raise CannotEdit(call.index, f"{call.name} needs tokens that were joined with another dim")
+
+    def _owners(self, tid: int, call: Call) -> Any:
+        made_here = self.own.made_in.get(tid) == call.index
+        return self.own.gathered.get(tid) if made_here and tid in self.own.gathered else self.own.owners(tid)
 
     def _check_aliases(self, call: Call, edit: CallEdit) -> None:
         """An edit makes a new tensor; where a write should have reached the old one, it must not be made."""
@@ -311,10 +375,14 @@ class Lowering:
         drawn = torch_hooks.may_be_random(call.func) or any(
             torch_hooks.is_random(self.trace.ops[i].func) for i in range(call.start, call.stop)
         )
-        return drawn and any(self._made(t) for t in [*outs, *inside])
+        return drawn and any(self._have(t, call) for t in [*outs, *inside])
 
 
 _SAME = {"_softmax", "_log_softmax", "dropout", "native_dropout"}
+
+
+def _of_tokens(cuts: Cuts) -> bool:
+    return any(isinstance(s, Tokens) for _, s in cuts)
 
 
 def _cuts(sets: Sets) -> Cuts:

@@ -167,6 +167,8 @@ class Prover:
             return None
         shape = self.trace.tensors[x.tid].shape
         edit = self.edits[call.index].results.get(i)
+        if edit is not None and edit.scatter:
+            return shape
         if edit is not None and edit.gather:
             return local_shape(shape, dict(edit.gather), self.rank)
         return self.dealing.local_shape(x.tid, self.rank)
@@ -176,6 +178,8 @@ class Prover:
         for i, r in edit.results.items():
             for d, _ in r.gather:
                 leaves[i] = _resized(leaves[i], d, self.trace.tensors[call.outs[i].tid].shape[d])
+            for d, per_rank in r.scatter:
+                leaves[i] = _select(leaves[i], d, per_rank[self.rank])
         return rebuild(leaves, spec) if edit.results else result
 
     # ------------------------------------------------------------ the call itself
@@ -320,7 +324,8 @@ class Prover:
                 continue
             ref = call.outs[i]
             r = edit.results.get(i)
-            for d, s in r.gather if r and r.gather else self.dealing.sets(ref.tid).items():
+            made = r.gather if r and (r.gather or r.scatter) else self.dealing.sets(ref.tid).items()
+            for d, s in made:
                 w = _select(w, d, s[self.rank])
             if not torch.equal(w, p):
                 return "moves elements to other places on a rank's part"

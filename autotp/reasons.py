@@ -25,13 +25,14 @@ class _Rows:
         self.entered: set[int] = set()
         self.gathers: dict[int, str] = {}
         self.normed: set[int] = set()
+        self.by_tokens: set[int] = set()  # whole, and used on a slice of the tokens
         for c in self.trace.calls:
             edit = analysis.edits[c.index]
             params = [x.tid for x in c.leaves if isinstance(x, Ref) and self.trace.tensors[x.tid].parameter]
             self.normed |= set(params) if edit.norm else set()
             for i, e in edit.operands.items():
                 if e.enter:
-                    self.entered.add(c.leaves[i].tid)
+                    (self.entered if e.stream is None else self.by_tokens).add(c.leaves[i].tid)
             for i, r in edit.results.items():
                 if r.gather:
                     for p in params:
@@ -59,6 +60,8 @@ class _Rows:
 
     def _style(self, tid: int) -> tuple[str, int | None]:
         sets = self.a.dealing.sets(tid)
+        if not sets and tid in self.by_tokens:
+            return "sequence_parallel", None
         if not sets:
             return ("replicated_with_grad_allreduce" if tid in self.entered else "replicate"), None
         dim, per_rank = next(iter(sets.items()))
@@ -111,6 +114,8 @@ class _Rows:
         return f"kept in parts, {each} of {sum(held)} per rank, and put together when its module runs: {why}"
 
     def _whole_reason(self, tid: int) -> str:
+        if tid in self.by_tokens:
+            return "is used on a slice of the tokens; its gradient is summed over the ranks"
         forced = self.own.choices.dims.get(tid, 0) is None
         if tid in self.a.notes:
             return self.a.notes[tid]

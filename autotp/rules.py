@@ -26,7 +26,7 @@ _ROLE_OF = {
     "embedding_rowwise": ("rows", "out"),
     "embedding_colwise": ("features", "in"),
 }
-_WHOLE = {"replicate", "replicated_with_grad_allreduce", "gathered_at_use"}
+_WHOLE = {"replicate", "replicated_with_grad_allreduce", "gathered_at_use", "sequence_parallel"}
 
 
 @dataclass
@@ -90,7 +90,10 @@ def _from_rule(glob: str, style: str, shapes: Mapping[str, Any], forced: Forced)
         hint = ", ".join(nearest(style, list(STYLES))) or ", ".join(STYLES)
         raise RuleError(f"rule {glob!r}: {style!r} is no style. Did you mean: {hint}")
     if style == "sequence_parallel":
-        raise RuleError(f"rule {glob!r}: sequence_parallel is not available yet")
+        raise RuleError(
+            f"rule {glob!r}: sequence_parallel is no choice for single parameters; pass sequence_parallel=True (--sp), "
+            "and norms get it where tokens can be cut"
+        )
     hit = [n for n in shapes if fnmatchcase(n, glob) or fnmatchcase(n.rpartition(".")[0], glob)]
     if not hit:
         hint = ", ".join(nearest(glob, list(shapes), 5)) or "none is similar"

@@ -26,6 +26,7 @@ from autotp.planning import Prepared, prepare
 from autotp.styles.comm import Ranks
 from autotp.styles.local import LocalForward, Running
 from autotp.styles.random import SharedDraws
+from autotp.styles.tokens import Lengths
 
 
 class LocalStyle(ParallelStyle):
@@ -149,7 +150,7 @@ def _cut(model: nn.Module, prepared: Prepared, mesh: DeviceMesh, ranks: Ranks) -
     trace = prepared.analysis.trace
     layouts = {name: prepared.layout(name) for name in trace.leaves}
     made: dict[int, nn.Parameter] = {}
-    running = Running()
+    running = Running(Lengths(ranks))
     styles: dict[str, ParallelStyle] = {}
     for path, module in model.named_modules():
         program = prepared.programs.get(path)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as _funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -37,6 +38,7 @@ __all__ = [
     "guard_checkpoints",
     "guard_propagation",
     "local_of",
+    "reduce_scatter",
     "wrap_local",
 ]
 
@@ -65,6 +67,14 @@ def all_gather(local: torch.Tensor, dim: int, mesh: DeviceMesh, axis: int) -> to
     """Equal-sized locals of one mesh axis, concatenated along `dim` in rank order."""
     gathered = _gather_op(local.contiguous(), gather_dim=dim, group=(mesh, axis))
     return _funcol.wait_tensor(gathered)
+
+
+def reduce_scatter(pieces: torch.Tensor, group: Any) -> torch.Tensor:
+    """Of ``pieces``, one for each rank, this rank's, summed over the ranks."""
+    mine = torch.empty_like(pieces[0], memory_format=torch.contiguous_format)
+    collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    collective(mine, pieces.contiguous().flatten(0, 1) if pieces.ndim > 1 else pieces.contiguous(), group=group)
+    return mine
 
 
 def guard_propagation(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from autotp.analysis import Analysis
 from autotp.hoisting import ModuleProgram
 from autotp.plan_types import Collective
-from autotp.program import NormEdit
+from autotp.program import NormEdit, ResultEdit
 from autotp.record import Call, Trace
 from autotp.trees import Ref
 
@@ -33,7 +33,9 @@ def collectives_of(analysis: Analysis, programs: dict[str, ModuleProgram]) -> tu
             tid = c.leaves[i].tid
             if e.gather and _first_use(trace, c, tid, used):
                 forward.append(_one(analysis, where, "all_gather", "forward", tid))
-            if e.enter and (trace.tensors[tid].parameter or tid not in entered):
+            if e.enter and e.slice and e.stream is not None:
+                backward.append(_one(analysis, where, "all_gather", "backward", tid))
+            elif e.enter and e.unless is None and (trace.tensors[tid].parameter or tid not in entered):
                 entered.add(tid)
                 backward.append(
                     _one(analysis, _place(trace, edge, c.module, tid) or where, "all_reduce", "backward", tid)
@@ -44,8 +46,10 @@ def collectives_of(analysis: Analysis, programs: dict[str, ModuleProgram]) -> tu
             backward.append(Collective(module=where, kind="all_reduce", when="backward", bytes=both[1]))
         for i, r in edit.results.items():
             if isinstance(c.outs[i], Ref):
-                kind = "all_reduce" if r.leave else "all_gather"
-                forward.append(_one(analysis, where, kind, "forward", c.outs[i].tid))
+                tid = c.outs[i].tid
+                kinds = _of_result(r, trace.tensors[tid].grad)
+                forward += [_one(analysis, where, kind, "forward", tid) for kind in kinds[0]]
+                backward += [_one(analysis, where, kind, "backward", tid) for kind in kinds[1]]
     return (*_with_skipped(trace, forward), *_with_skipped(trace, backward))
 
 
@@ -57,6 +61,13 @@ def _first_use(trace: Trace, call: Call, tid: int, used: set[tuple[int, int]]) -
     first = (call.module, tid) not in used
     used.add((call.module, tid))
     return first
+
+
+def _of_result(edit: ResultEdit, grad: bool) -> tuple[list[str], list[str]]:
+    """The collectives of a result, forward and backward."""
+    if edit.scatter:
+        return ["reduce_scatter"] * edit.leave, ["all_gather"] * grad
+    return ["all_reduce" if edit.leave else "all_gather"], ["reduce_scatter"] * (edit.summed and grad)
 
 
 def _statistics(analysis: Analysis, call: Call, edit: NormEdit) -> tuple[str, int]:

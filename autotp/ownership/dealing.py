@@ -14,6 +14,26 @@ from autotp.ownership.nodes import core
 Sets = dict[int, tuple[Sequence[int], ...]]  # dim -> for each rank the indices it holds
 
 
+class Tokens(tuple[Sequence[int], ...]):
+    """Who holds which tokens of the sample. At run time there are others: ``stream`` says where to ask."""
+
+    stream: int
+
+    def __new__(cls, per_rank: Sequence[Sequence[int]], stream: int) -> Tokens:
+        made = super().__new__(cls, per_rank)
+        made.stream = stream
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tokens) and self.stream == other.stream and tuple(self) == tuple(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((self.stream, tuple(self)))
+
+
 class NotARectangle(Exception):
     """What a rank would hold of a tensor is not a product of index sets, so it is no tensor."""
 
@@ -25,8 +45,9 @@ class NotARectangle(Exception):
 class Dealing:
     """Which rank each group went to, and from that the local part of every tensor of the run."""
 
-    def __init__(self, own: Ownership) -> None:
-        self.own, self.tp = own, own.tp
+    def __init__(self, own: Ownership, uncut: bool = False) -> None:
+        """With ``uncut``, what is cut by tokens counts as whole: the program of a call that has too few of them."""
+        self.own, self.tp, self.uncut = own, own.tp, uncut
         self._sets: dict[int, Sets] = {}
         self.at_rest: set[int] = set()  # parameters that are kept in parts and used whole
 
@@ -44,6 +65,8 @@ class Dealing:
         for groups in sorted(members, key=len):
             undealt = groups[rank_of[groups] < 0]
             rank_of[undealt] = deal(len(undealt), self.tp)
+        for first, n in zip(own.streams.first, own.streams.length, strict=True):
+            rank_of[nodes.find(np.arange(first, first + n))] = deal(n, self.tp)
         return rank_of
 
     def ranks(self, o: Tensor) -> np.ndarray:
@@ -65,6 +88,9 @@ class Dealing:
 
     def of_owners(self, o: Tensor, tid: int) -> Sets:
         """As :meth:`sets`, from an owner tensor."""
+        stream = self.own.streams.of(o)
+        if stream is not None and self.uncut:
+            return {}
         ranks = self.ranks(o)
         out: Sets = {}
         per_rank: list[list[np.ndarray]] = []
@@ -79,6 +105,22 @@ class Dealing:
         for d in range(o.ndim):
             if ranks.shape[d] > 1 and any(len(axes[d]) < o.shape[d] for axes in per_rank):
                 out[d] = tuple(indices(axes[d]) for axes in per_rank)
+                if stream is not None and self.own.streams.dim(o) == d:
+                    out[d] = Tokens(out[d], stream)
+        return out
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether tokens are cut anywhere."""
+        return bool(self.own.streams.first) and not self.uncut
+
+    def token_parts(self, stream: int | None) -> dict[int, Tokens]:
+        """Who holds which tokens of a stream, or of every stream."""
+        out = {}
+        for tid, o in self.own.scattered.items():
+            here = self.own.streams.of(o)
+            if stream is None or here == stream:
+                out.update({s.stream: s for s in self.of_owners(o, tid).values() if isinstance(s, Tokens)})
         return out
 
     def of_nodes(self, nodes: Tensor) -> tuple[Sequence[int], ...]:
@@ -95,6 +137,13 @@ def indices(a: np.ndarray) -> Sequence[int]:
     """Sorted indices in their shortest form: a range where they are contiguous."""
     n = len(a)
     return range(int(a[0]), int(a[-1]) + 1) if n and a[-1] - a[0] + 1 == n else tuple(a.tolist())
+
+
+def shares(n: int, tp: int) -> tuple[range, ...]:
+    """The parts of ``n`` things in a row that :func:`deal` makes."""
+    sizes = np.bincount(deal(n, tp), minlength=tp).tolist()
+    stops = np.cumsum(sizes).tolist()
+    return tuple(range(stop - size, stop) for size, stop in zip(sizes, stops, strict=True))
 
 
 def local_shape(shape: tuple[int, ...], sets: Sets, rank: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from autotp.ownership.nodes import Nodes, along, compress, core, pairs, varies
 from autotp.ownership.state import Count, Owned, State, Vec, Want, Weights
+from autotp.ownership.streams import Streams
 from autotp.record import Op, Trace
 
 Rule = Callable[["Ownership", Op], None]
@@ -55,11 +56,15 @@ def call_rule(*functions: Any) -> Callable[[CallRule], CallRule]:
 @dataclass(frozen=True)
 class Choices:
     """What is decided before a pass: ``dims`` forces a parameter's cut (None: leave whole), ``gather`` lists tensors
-    made whole right where they are computed, ``opaque`` calls that only ever see whole tensors."""
+    made whole right where they are computed, ``opaque`` calls that only ever see whole tensors, ``tokens`` whole
+    tensors of which each rank then takes some tokens only, with their token dim, ``later`` sums over the ranks that
+    are made by the next call, which only moves elements."""
 
     dims: dict[int, int | None] = field(default_factory=dict)
     gather: frozenset[int] = frozenset()
     opaque: frozenset[int] = frozenset()
+    tokens: dict[int, int] = field(default_factory=dict)
+    later: frozenset[int] = frozenset()
 
 
 class Ownership:
@@ -68,6 +73,8 @@ class Ownership:
     def __init__(self, trace: Trace, tp: int, choices: Choices) -> None:
         self.trace, self.tp, self.choices = trace, tp, choices
         self.nodes = Nodes()
+        self.streams = Streams(self.nodes)
+        self.scattered: dict[int, Tensor] = {}  # whole results of which ranks keep some tokens -> their owners
         self.states: dict[int, State] = {}
         self.wants: list[list[Want]] = [[] for _ in trace.ops]
         self.cut: dict[int, int] = {}
@@ -142,11 +149,17 @@ class Ownership:
     def count(self, o: Tensor) -> int:
         return len(self.nodes.distinct(o))
 
+    def by_tokens(self, o: Tensor | None) -> bool:
+        """Whether an owner tensor is one of token positions."""
+        return o is not None and self.streams.of(o) is not None
+
     def is_loose(self, o: Tensor) -> bool:
         """Whether owners are bare outputs of column-cut layers: no two of one layer belong together, none is read yet.
 
-        Then the cut can be closed where it was made, at no loss. (A residual stream is not to be cut.)
+        Then the cut can be closed where it was made, at no loss. (A residual stream is not to be cut by features.)
         """
+        if self.by_tokens(o):
+            return False
         groups = self.nodes.distinct(o)
         for (tid, dim), base in self.base.items():
             if self.cut.get(tid) != dim:
@@ -159,6 +172,8 @@ class Ownership:
 
     def first_yields(self, a: Tensor, b: Tensor) -> bool:
         """Of two tensors whose cuts exclude each other: whether the first is to be made whole."""
+        if self.by_tokens(a) != self.by_tokens(b):
+            return self.by_tokens(a)
         loose = self.is_loose(a), self.is_loose(b)
         return loose[0] if loose[0] != loose[1] else self.count(a) <= self.count(b)
 
@@ -183,6 +198,8 @@ class Ownership:
         if not differ.any():
             return True
         x, y = x[differ], y[differ]
+        if not self.streams.may_merge(x, y, self.at):
+            return False
         cores = [core(w).reshape(-1).numpy() for w in watched]
         if min(self.nodes.groups_after(x, y, *cores)) < self.tp:
             return False
@@ -254,6 +271,11 @@ class Ownership:
             return
         if isinstance(state, Tensor):
             state = Owned(compress(state))
+        if isinstance(state, Owned) and self.by_tokens(state.owners) and not self.streams.sound(state.owners):
+            for t in op.ins:
+                if self.by_tokens(self.owners(t)):
+                    self.new_gather.setdefault(t, f"{op.func.overloadpacket} takes its tokens apart")
+            state = None
         if tid in op.writes and state is None:
             if self.owners(tid) is not None:
                 self.new_gather.setdefault(tid, f"op {op.func} writes into it")
@@ -318,14 +340,28 @@ class Ownership:
             if not isinstance(x, Ref):
                 continue
             state = self.states.get(x.tid)
+            if x.tid in self.choices.later:
+                continue
             if x.tid in self.partial:
                 self.leave[x.tid] = self.partial[x.tid]
                 self.states[x.tid] = None
             elif x.tid in self.choices.gather and isinstance(state, Owned) and self.made_in.get(x.tid) == call.index:
                 self.gathered[x.tid] = state.owners
                 self.states[x.tid] = None
+            if x.tid in self.choices.tokens and self.states.get(x.tid) is None:
+                self._keep_tokens(x.tid)
         self.was_partial |= set(self.partial)
-        self.partial.clear()
+        self.partial = {t: of for t, of in self.partial.items() if t in self.choices.later}
+
+    def _keep_tokens(self, tid: int) -> None:
+        """Of a whole result, every rank keeps a part of the tokens."""
+        if tid in self.gathered or tid in self.choices.gather:
+            return
+        dim, shape = self.choices.tokens[tid], self.shape(tid)
+        view = [1] * len(shape)
+        view[dim] = -1
+        self.scattered[tid] = self.streams.open(shape[dim]).view(view).expand(shape)
+        self.states[tid] = Owned(self.scattered[tid])
 
 
 def rule_of(func: Any) -> Rule | None:

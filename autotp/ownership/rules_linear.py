@@ -140,7 +140,9 @@ def _linear(own: Ownership, op: Op, x: int, lx: str, w: int, lw: str, lout: str)
     assert isinstance(state, Weights)
     for d, c in enumerate(lw):
         own.role(state, d, ("batch" if c in lx else "out") if c in lout else "in" if c in lx else "expert")
-    if o is not None:
+    if own.by_tokens(o) and any(own.options(state, d) for d in range(len(lw))):
+        own.whole(x, f"meets weights in {op.func.overloadpacket} that are cut, and so need all tokens")
+    elif o is not None:
         summed = [c for c in lx if c in lw and c not in lout]
         lost = [d for d, c in enumerate(lx) if c not in lw and c not in lout]
         o = own.merge_along(o, lost)
@@ -169,7 +171,8 @@ def _row_or_batch(
             o, in_sum = per_other, []
     if in_sum:
         return len(in_sum) == 1 and _row(own, op, x, lx, w, lw, o, in_sum[0])
-    shared = [d for d in others if lx[d] in lw]
+    spread = own.trace.objects[w].stride()  # weights expanded along a batch dim are the same all along it
+    shared = [d for d in others if lx[d] in lw and spread[lw.index(lx[d])]]
     for d in shared:
         flat = _only(o, d)
         if flat is None or not _cut_with(own, state, lw.index(lx[d]), flat):
@@ -275,7 +278,7 @@ def _activations(own: Ownership, op: Op, a: int, la: str, b: int, lb: str, lout:
         met.remove(smaller)
     for t, labels in ((a, la), (b, lb)):
         own.want(t, "as", _refs(op, labels, lout))
-    if met:
+    if met and not own.by_tokens(met[0][1]):
         own.attended.append(own.nodes.distinct(met[0][1]))
     own.put(op, Owned(own.nodes.canonical(met[0][1])) if met else None)
 
@@ -335,6 +338,11 @@ def carry_partial(own: Ownership, op: Op) -> None:
     partial = [t for t in op.ins if t in own.partial]
     others = [t for t in dict.fromkeys(op.ins) if t not in own.partial]
     scale = own.partial[partial[0]]
+    for t in others:
+        if own.by_tokens(own.owners(t)):
+            own.whole(t, "is added to a sum over the ranks")
+            own.put(op, None)
+            return None
     if any(own.owners(t) is not None for t in others):
         return _stop_partial(own, op)
     if name in ("add", "sub"):

@@ -96,7 +96,8 @@ def reduce(own: Ownership, op: Op) -> None:
     merged = own.merge_along(o, dims)
     if merged is not None:
         return _spread_result(own, op, tid, merged, dims)
-    if name in ("sum", "mean") and not any(varies(o, d) for d in range(o.ndim) if d not in dims):
+    varied = any(varies(o, d) for d in range(o.ndim) if d not in dims)
+    if name in ("sum", "mean") and not varied and not own.by_tokens(o):
         own.want(tid, "own")
         own.partial[op.outs[0]] = tid if name == "mean" else -1
         own.put(op, None)

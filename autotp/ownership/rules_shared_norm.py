@@ -38,7 +38,9 @@ def shared_norm(own: Ownership, call: Call) -> bool:
         return False
     x, out = refs[0], call.outs[0].tid
     o = own.owners(x)
-    if o is None or not own.trace.tensors[x].dtype.is_floating_point or own.shape(x) != own.shape(out):
+    if o is None or own.by_tokens(o) or not own.trace.tensors[x].dtype.is_floating_point:
+        return False
+    if own.shape(x) != own.shape(out):
         return False
     counts = [n for n in call.leaves if isinstance(n, int) and not isinstance(n, bool)]
     over = counts[0] if kind == "group" else len(counts)

@@ -84,7 +84,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dim: int, indices: Indices, ranks: Ranks) -> Tensor:
         ctx.dim, ctx.mine, ctx.ranks = dim, indices[ranks.rank], ranks
         sizes = [len(i) for i in indices]
-        parts = ranks.all_parts(_padded(x, dim, max(sizes)).contiguous())
+        parts = ranks.all_parts(padded(x, dim, max(sizes)).contiguous())
         whole = torch.cat([p.narrow(dim, 0, n) for p, n in zip(parts, sizes, strict=True)], dim)
         places = _places(indices)
         return whole if places is None else whole.index_select(dim, places.to(x.device))
@@ -173,7 +173,8 @@ def part(x: Tensor, dim: int, indices: Sequence[int]) -> Tensor:
     return x.index_select(dim, torch.tensor(indices, dtype=torch.int64, device=x.device))
 
 
-def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+def padded(x: Tensor, dim: int, size: int) -> Tensor:
+    """Zeros at the end of a dim up to ``size``."""
     if x.shape[dim] == size:
         return x
     shape = list(x.shape)

@@ -21,6 +21,7 @@ from autotp.hoisting import ModuleProgram
 from autotp.layouts import to_local
 from autotp.numbers import edited
 from autotp.program import CallEdit, NormEdit, NumberEdit, OperandEdit, ResultEdit
+from autotp.styles import tokens
 from autotp.styles.comm import Ranks, enter, gather, leave, once, part
 from autotp.styles.random import own_draws
 from autotp.styles.shared_norm import shared_norm
@@ -29,12 +30,15 @@ from autotp.trees import edit_at, flatten, kinds, rebuild
 Change = Callable[[Any], Any]
 
 
-def operand(edit: OperandEdit, ranks: Ranks) -> Change:
+def operand(edit: OperandEdit, ranks: Ranks, model: Running) -> Change:
     """The function that an operand edit is on this rank."""
+    of_tokens = edit.of_tokens
 
     def change(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
+        if of_tokens:
+            return tokens.operand(edit, ranks, model.lengths, x)
         for dim, indices in edit.gather:
             x = gather(x, dim, indices, ranks)
         if edit.enter:
@@ -46,12 +50,15 @@ def operand(edit: OperandEdit, ranks: Ranks) -> Change:
     return change
 
 
-def outcome(edit: ResultEdit, ranks: Ranks) -> Change:
+def outcome(edit: ResultEdit, ranks: Ranks, model: Running) -> Change:
     """The function that a result edit is on this rank."""
+    of_tokens = edit.of_tokens
 
     def change(x: Any) -> Any:
         if edit.scale:
             x = x * edit.scale[ranks.rank]
+        if of_tokens:
+            return tokens.outcome(edit, ranks, model.lengths, not model.depth, x)
         if edit.leave:
             return leave(x, ranks)
         for dim, indices in edit.gather:
@@ -71,16 +78,20 @@ class BoundCall:
     rows: Sequence[int] | None
     norm: NormEdit | None
     random: bool
+    stream: int | None
+    model: Running
 
     @classmethod
-    def of(cls, edit: CallEdit, ranks: Ranks) -> BoundCall:
+    def of(cls, edit: CallEdit, ranks: Ranks, model: Running) -> BoundCall:
         return cls(
-            tuple((i, operand(e, ranks)) for i, e in edit.operands.items()),
+            tuple((i, operand(e, ranks, model)) for i, e in edit.operands.items()),
             tuple(edit.numbers.get(ranks.rank, {}).items()),
-            tuple((i, outcome(e, ranks)) for i, e in edit.results.items()),
+            tuple((i, outcome(e, ranks, model)) for i, e in edit.results.items()),
             edit.rows[ranks.rank] if edit.rows else None,
             edit.norm,
             edit.random,
+            edit.stream,
+            model,
         )
 
     def run(self, func: Any, args: Any, kwargs: Any, ranks: Ranks) -> Any:
@@ -89,14 +100,16 @@ class BoundCall:
         for i, change in self.operands:
             leaves[i] = change(leaves[i])
         for i, number in self.numbers:
-            if isinstance(leaves[i], int):
+            if isinstance(leaves[i], int) and number.stream is not None:
+                leaves[i] = self.model.lengths.number(leaves[i], number)
+            elif isinstance(leaves[i], int):
                 leaves[i] = edited(leaves[i], number)
         args, kwargs = rebuild(leaves, spec)
         if self.rows is not None:
             result = look_up(self.rows, func, args, kwargs)
         elif self.norm is not None:
             result = shared_norm(self.norm, func, args, kwargs, ranks)
-        elif self.random and torch_hooks.draws(func, args, kwargs):
+        elif self.random and self._is_cut() and torch_hooks.draws(func, args, kwargs):
             with own_draws(ranks):
                 result = func(*args, **kwargs)
         else:
@@ -107,6 +120,9 @@ class BoundCall:
         for i, change in self.results:
             outs[i] = change(outs[i])
         return rebuild(outs, out_spec)
+
+    def _is_cut(self) -> bool:
+        return self.stream is None or self.model.lengths.parts(self.stream) is not None
 
 
 def look_up(rows: Sequence[int], func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -174,7 +190,14 @@ class LocalCalls(TorchFunctionMode):
 class Running:
     """How deep in a sharded model's own forward this process is; its parts share one."""
 
+    lengths: tokens.Lengths
     depth: int = 0
+
+    def enter(self) -> None:
+        """A forward of the whole model begins."""
+        if not self.depth:
+            self.lengths.known.clear()
+        self.depth += 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Running:
         return self
@@ -194,10 +217,10 @@ class LocalForward:
     ) -> None:
         self.path, self.ranks, self.model, self.names, self.cut = program.path, ranks, model, names, cut
         self.inner, self.reached = program.inner, program.reached
-        self.params = [(n, operand(e, ranks) if e else None) for n, e in program.params.items()]
-        self.inputs = [(p, operand(e, ranks)) for p, e in program.inputs.items()]
-        self.outputs = [(p, outcome(e, ranks)) for p, e in program.outputs.items()]
-        self.table = {s: [BoundCall.of(e, ranks) for e in edits] for s, edits in program.calls.items()}
+        self.params = [(n, operand(e, ranks, model) if e else None) for n, e in program.params.items()]
+        self.inputs = [(p, operand(e, ranks, model)) for p, e in program.inputs.items()]
+        self.outputs = [(p, outcome(e, ranks, model)) for p, e in program.outputs.items()]
+        self.table = {s: [BoundCall.of(e, ranks, model) for e in edits] for s, edits in program.calls.items()}
         self.edits_calls = program.edits_calls
         self.known = set(program.kinds) if program.holds_cut and guarded else None
         self.running: list[tuple[list[tuple[Any, Any, Any]], LocalCalls | None, Any]] = []
@@ -208,7 +231,7 @@ class LocalForward:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Swap parameters, cross the edge inwards, start editing calls."""
         if not self.path:
-            self.model.depth += 1
+            self.model.enter()
         elif self.inner and not self.model.depth and not torch_hooks.in_backward():
             raise AutotpError(
                 f"{self.path} works on a rank's part and was called by itself, outside of the model's forward: call "
@@ -278,6 +301,8 @@ class LocalForward:
                 self.known.add(new)  # called in a new way, and every call it made was a planned one
             for path, change in self.outputs:
                 out = edit_at(out, path, change)
+            if not self.path:
+                self.model.lengths.remember(out)
         return out
 
 

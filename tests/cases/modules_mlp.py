@@ -191,6 +191,21 @@ class LoRA(nn.Module):
         return self.base(x) + self.B(self.A(x))
 
 
+class NormedBlocks(nn.Module):
+    """K23, K26: pre-norm MLP blocks with residuals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+        self.mlps = nn.ModuleList(MLP(nn.Linear(16, 32), nn.Linear(32, 16)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Each block is added to its input."""
+        for norm, mlp in zip(self.norms, self.mlps, strict=True):
+            x = x + mlp(norm(x))
+        return x
+
+
 def noncontiguous() -> MLP:
     """K35c: a weight that is a transposed view."""
     model = MLP(nn.Linear(16, 32), nn.Linear(32, 16))

@@ -65,7 +65,7 @@ def reasons(payload: dict[str, Any]) -> dict[str, str]:
     from autotp.planning import plan
 
     model, args, kwargs = built(payload["recipe"])
-    made = plan(model, tp=payload["tp"], sample=(args, kwargs))
+    made = plan(model, tp=payload["tp"], sample=(args, kwargs), **payload.get("options", {}))
     return {row.name: row.reason for row in made.parameters}
 
 

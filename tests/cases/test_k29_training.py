@@ -10,7 +10,6 @@ from autotp.ranks import RankPool
 from tests.cases.checks import SECONDS, equal, equal_and_split, is_equal, is_named, result
 
 pytestmark = pytest.mark.slow
-NOT_YET = pytest.mark.xfail(reason="sequence parallelism is still to come", raises=AssertionError)
 both = pytest.mark.parametrize("tp", [2, 4])
 
 
@@ -80,7 +79,7 @@ def test_k12_training_keeps_the_tie(ranks: RankPool, tp: int) -> None:
 
 @both
 @pytest.mark.parametrize("recipe", ["K42", "K42 attention", "K42 mlp"])
-@pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=NOT_YET)], ids=["", "sp"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 def test_k42_recomputed_before(ranks: RankPool, tp: int, recipe: str, sequence_parallel: bool) -> None:
     equal(ranks, recipe, tp, train=True, options={"sequence_parallel": sequence_parallel})
 

@@ -24,6 +24,7 @@ KINDS = {
     "all_gather_single": "all_gather",
     "reduce_scatter": "reduce_scatter",
     "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
     "all_to_all": "all_to_all",
     "all_to_all_single": "all_to_all",
     "broadcast": "broadcast",
@@ -81,8 +82,8 @@ def run(model: nn.Module, args: Any, kwargs: Any) -> dict[str, dict[str, int]]:
     return {"forward": dict(forward), "backward": dict(backward)}
 
 
-def count_model(name: str) -> dict[str, Any] | None:
-    """What runs, and what the plan says, for a model of tests/models."""
+def count_model(payload: tuple[str, bool]) -> dict[str, Any] | None:
+    """What runs, and what the plan says, for a model of tests/models, with sequence parallelism or without."""
     from autotp.planning import plan
     from autotp.sharding import shard
     from tests.harness.tasks import mesh_of
@@ -91,11 +92,12 @@ def count_model(name: str) -> dict[str, Any] | None:
     mesh = mesh_of(2)
     if dist.get_rank() >= 2:
         return None
+    name, tokens = payload
     model, args, kwargs = registry.build(name)
     planned: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
-    for c in plan(model, tp=2, sample=(args, kwargs)).collectives:
+    for c in plan(model, tp=2, sample=(args, kwargs), sequence_parallel=tokens).collectives:
         planned[c.when][c.kind] += 1
-    shard(model, mesh, sample=(args, kwargs))
+    shard(model, mesh, sample=(args, kwargs), sequence_parallel=tokens)
     return {"run": run(model, args, kwargs), "planned": {k: dict(v) for k, v in planned.items()}}
 
 
@@ -132,7 +134,22 @@ def test_a_llama_has_one_more_each_for_embedding_and_head(ranks: RankPool, kind:
     assert found["backward"] == {"all_reduce": 2 * 2 + 1}
 
 
+@pytest.mark.parametrize("tokens", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_plan_announces_what_runs(ranks: RankPool, name: str) -> None:
-    found = ranks.run(count_model, name)[0]
+def test_the_plan_announces_what_runs(ranks: RankPool, name: str, tokens: bool) -> None:
+    found = ranks.run(count_model, (name, tokens))[0]
     assert found["run"] == found["planned"]
+
+
+def test_sequence_parallelism_sends_no_more_bytes() -> None:
+    """An all-reduce sends what a reduce-scatter and an all-gather send."""
+    from autotp.planning import plan
+    from tests.models import registry
+
+    model, args, kwargs = registry.build("user:nanogpt")
+    norms = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if "norm" in name)
+    sent = {}
+    for way in (False, True):
+        made = plan(model, tp=2, sample=(args, kwargs), sequence_parallel=way)
+        sent[way] = sum(c.bytes * (2 if c.kind == "all_reduce" else 1) for c in made.collectives)
+    assert sent[True] == sent[False] + 2 * norms, "the gradients of the norms are all that comes on top"
