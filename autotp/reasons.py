@@ -22,6 +22,7 @@ class _Rows:
         self.made: dict[int, Row] = {}
         attended = self.own.attended
         self.heads = np.unique(self.own.nodes.find(np.concatenate(attended))) if attended else np.zeros(0, dtype=int)
+        self.tried = [(name, np.unique(self.own.nodes.find(groups))) for name, groups in self.own.tried]
         self.entered: set[int] = set()
         self.gathers: dict[int, str] = {}
         self.normed: set[int] = set()
@@ -99,6 +100,8 @@ class _Rows:
             text += f"; its output is gathered: {self.gathers[tid]}"
         if tid in self.normed:
             text += "; the norm's statistics are shared by the ranks"
+        for name in dict.fromkeys(n for n, of in self.tried if np.isin(groups, of).any()):
+            text += f"; {name} keeps it cut, as was found by running it"
         if role == "rows":
             text += "; each rank looks up its own rows"
         if tid in self.own.split_input:

@@ -10,6 +10,7 @@ import torch
 
 from autotp.errors import RuleError
 from autotp.ownership.declaration import Declaration, parse
+from autotp.ownership.discovery import by_trial
 from autotp.ownership.engine import RULES
 from autotp.ownership.rules_taught import OpView, Teaching, taught
 
@@ -17,7 +18,11 @@ _GUIDE = "See docs/teaching-operations.md."
 
 
 def register_rule(
-    op: Any, rule: str | Callable[[OpView], str], *, counts: Mapping[str, str] | None = None, check: bool = True
+    op: Any,
+    rule: str | Callable[[OpView], str] | None = None,
+    *,
+    counts: Mapping[str, str] | None = None,
+    check: bool = True,
 ) -> None:
     """Tell autotp along which dims an operation may be cut. Holds for this process, for all plans made afterwards.
 
@@ -28,7 +33,9 @@ def register_rule(
         rule: names for the dims of every tensor argument and result, and what holds for them. ``cut NAMES``: the
             operation on some indices of that dim gives the result at these indices, forward and backward.
             ``sum NAMES``: the result is the sum of the operation's results on parts of that dim. All other dims are
-            kept whole. A function instead gets each call as an :class:`OpView` and gives such a text.
+            kept whole. A function instead gets each call as an :class:`OpView` and gives such a text. Left out: what
+            may be cut is found out by running the operation on small random tensors. What it does on values and sizes
+            that are not drawn is then taken on trust.
         counts: integer arguments that count a dim, as ``{"num_heads": "h"}``: a rank is given its share of them.
         check: try the declaration on small random tensors, the first time that the operation is met in a model.
 
@@ -39,10 +46,13 @@ def register_rule(
     """
     name, schemas = _operation(op)
     known = RULES.get(name)
-    if known is not None and not (isinstance(known, partial) and known.func is taught):
+    if known not in (None, by_trial) and not (isinstance(known, partial) and known.func is taught):
         raise RuleError(f"{name} has a rule of autotp's own: it needs no other")
     for schema in schemas:
         _check_schema(name, schema)
+    if rule is None and not counts:
+        RULES[name] = by_trial
+        return
     if isinstance(rule, str):
         declaration = parse(rule, name)
         for schema in schemas:

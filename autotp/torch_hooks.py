@@ -51,6 +51,20 @@ def functional(func: Any) -> Any:
     return func if overload is None else overload
 
 
+@functools.cache
+def is_functional(func: Any) -> bool:
+    """Whether an operation makes new tensors and nothing else: no writes, no views, no draws."""
+    values = (*func._schema.arguments, *func._schema.returns)
+    return not is_random(func) and all(a.alias_info is None for a in values)
+
+
+def operation(name: str) -> Any:
+    """An operation by its full name, ``aten::add.Tensor``."""
+    space, _, rest = name.partition("::")
+    short, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, space), short), overload or "default")
+
+
 def schema_of(func: Any) -> Any | None:
     """The schema of an operation, however it was reached (``torch.ops.x.y`` with one overload, or one overload)."""
     if isinstance(func, torch._ops.OpOverloadPacket):

@@ -91,6 +91,7 @@ class Ownership:
         self.roles: dict[int, dict[int, str]] = {}  # parameter -> dim -> out | in | batch | rows | features
         self.split_input: set[int] = set()
         self.attended: list[np.ndarray] = []  # groups that a product of two activations joined: attention heads
+        self.tried: list[tuple[str, np.ndarray]] = []  # operations cut as trials allow, and the groups of their results
         self.base: dict[tuple[int, int], int] = {}
         self.at = self.start = 0
         self.made_in = {t: op.call for op in reversed(trace.ops) for t in op.outs if t >= 0}
@@ -370,16 +371,19 @@ def rule_of(func: Any) -> Rule | None:
 
 
 def find_rule(op: Op) -> Rule:
-    """The rule for an operation: by name, by torch's pointwise tag, else everything whole."""
+    """The rule for an operation: by name, by torch's pointwise tag, by trial, else everything whole."""
     from autotp import torch_hooks
     from autotp.ownership import rules  # noqa: F401  (fills the table)
+    from autotp.ownership.discovery import by_trial, may_be_tried
     from autotp.ownership.rules_pointwise import pointwise
 
     func = torch_hooks.functional(op.func)
     found = rule_of(op.func) or rule_of(func)
     if found is not None:
         return found
-    return pointwise if torch_hooks.is_pointwise(func) else no_rule
+    if torch_hooks.is_pointwise(func):
+        return pointwise
+    return by_trial if may_be_tried(op.func) else no_rule
 
 
 def no_rule(own: Ownership, op: Op) -> None:

@@ -7,7 +7,9 @@ from autotp.ownership import (  # noqa: F401
     rules_movement,
     rules_norm,
     rules_pointwise,
+    rules_recurrent,
     rules_reduce,
     rules_scatter,
     rules_shared_norm,
+    rules_vision,
 )

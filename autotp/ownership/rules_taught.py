@@ -12,8 +12,8 @@ from autotp.ownership.engine import Ownership
 from autotp.ownership.nodes import core, varies
 from autotp.ownership.rules_dims import SHARED, Operand, argument, by_dims
 from autotp.ownership.state import Count
-from autotp.ownership.trials import Slot, Trial, mistake
-from autotp.record import Op, Traced
+from autotp.ownership.trials import Trial, mistake, slot
+from autotp.record import Op
 from autotp.trees import Ref, flatten
 
 
@@ -148,7 +148,7 @@ def _trial(own: Ownership, op: Op, named: _Named, name: str, teaching: Teaching)
     slots, dims = [], []
     for i, x in enumerate(leaves):
         if isinstance(x, Ref):
-            slots.append(slot(own, i, x.tid))
+            slots.append(slot(own.trace, i, x.tid))
             names = named.operands[named.tids.index(x.tid)]
             at = names.index(name) if name in names else None
             dims.append(at if at is not None and own.shape(x.tid)[at] == named.sizes[name] else None)
@@ -156,13 +156,6 @@ def _trial(own: Ownership, op: Op, named: _Named, name: str, teaching: Teaching)
     counted = [a for a, n in teaching.counts.items() if n == name]
     places = tuple(i for i, a in enumerate(_leaf_names(op)) if a in counted)
     return Trial(op.func, tuple(leaves), spec, tuple(slots), tuple(dims), results, name in named.sums, places)
-
-
-def slot(own: Ownership, at: int, tid: int) -> Slot:
-    """A tensor argument for a trial, with the content of integers where it is known."""
-    info, there = own.trace.tensors[tid], own.trace.objects[tid]
-    known = not info.dtype.is_floating_point and not isinstance(there, Traced) and info.real
-    return Slot(at, info.shape, info.dtype, there if known else None)
 
 
 def _leaf_names(op: Op) -> list[str]:

@@ -7,6 +7,7 @@ backward where there is one. All draws are seeded, so that an answer is always t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor
 
 from autotp import torch_hooks
+from autotp.record import Trace, Traced
 from autotp.trees import flatten, rebuild
 
 Places = tuple[int | None, ...]
 SIZES = (1, 2, 3, 5, 8, 19, 40)
+MIN_SIZES = 4
 MAX_NUMEL = 1 << 18
 
 
@@ -37,7 +40,7 @@ class Trial:
     """An operation with its arguments, and what is claimed of one dim of it.
 
     ``dims[k]``: the dim of operand k that it is, or None; ``results[j]`` likewise. ``summed``: the result is a sum over
-    it. ``counts``: leaves that count its indices.
+    it. ``counts``: leaves that count its indices. ``thorough``: it must be seen to hold for several sizes.
     """
 
     func: Any
@@ -48,6 +51,7 @@ class Trial:
     results: Places
     summed: bool = False
     counts: tuple[int, ...] = ()
+    thorough: bool = False
 
     @property
     def size(self) -> int:
@@ -59,7 +63,8 @@ class Trial:
         """What tells this trial from others."""
         tensors = tuple((s.shape, s.dtype) for s in self.slots)
         others = tuple(repr(x) for i, x in enumerate(self.leaves) if i not in {s.at for s in self.slots})
-        return self.func, tensors, others, repr(self.spec), self.dims, self.results, self.summed, self.counts
+        claim = self.dims, self.results, self.summed, self.counts, self.thorough
+        return self.func, tensors, others, repr(self.spec), *claim
 
     def call(self, tensors: Sequence[Tensor], size: int) -> list[Any]:
         """The results on these tensors, whose dim has ``size`` indices."""
@@ -73,6 +78,13 @@ class Trial:
             leaves[i] = whole
         args, kwargs = rebuild(leaves, self.spec)
         return flatten(self.func(*args, **kwargs))[0]
+
+
+def slot(trace: Trace, at: int, tid: int) -> Slot:
+    """A tensor argument of a recorded operation, with the content of integers where it is known."""
+    info, there = trace.tensors[tid], trace.objects[tid]
+    known = not info.dtype.is_floating_point and not isinstance(there, Traced) and info.real
+    return Slot(at, info.shape, info.dtype, there if known else None)
 
 
 class Indivisible(Exception):
@@ -122,10 +134,24 @@ def _tried(trial: Trial) -> str:
         return _Trials(trial).run()
 
 
+def sizes_of(trial: Trial) -> list[tuple[int, ...]] | None:
+    """The shapes of the results, if all are tensors and the operation runs at all."""
+    with torch_hooks.no_modes(), torch_hooks.kept_rng(), torch.no_grad():
+        for k, wide in itertools.product(range(3), (True, False)):
+            tensors = _drawn_all(trial, None, k, wide)
+            try:
+                results = trial.call(tensors, 0)
+            except Exception:
+                continue
+            return [tuple(y.shape) for y in results] if all(isinstance(y, Tensor) for y in results) else None
+    return None
+
+
 class _Trials:
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
         self.told = 0  # runs whose results say something
+        self.sizes: set[int] = set()
 
     def run(self) -> str:
         t = self.trial
@@ -145,13 +171,15 @@ class _Trials:
         own = next((self._compare(t.size, k, False) for k in (0, 2)), "") if wide else ""
         if own:
             return f"{own} (in its own dtype)"
-        return "" if self.told >= len(DRAWS) else "its results on random tensors say too little"
+        if self.told < len(DRAWS) or (t.thorough and len(self.sizes) < MIN_SIZES):
+            return "its results on random tensors say too little"
+        return ""
 
     # ------------------------------------------------------------ one trial
     def _runs(self, wide: bool) -> bool:
         """Whether it runs at all; twice, to see that it has no state, and does not write into what it gets."""
         for k in range(3):
-            tensors = self._tensors(self.trial.size, k, wide)
+            tensors = _drawn_all(self.trial, self.trial.size, k, wide)
             before = [t.clone() for t in tensors]
             try:
                 first, second = (self.trial.call(tensors, self.trial.size) for _ in range(2))
@@ -164,18 +192,9 @@ class _Trials:
             return True
         return False
 
-    def _tensors(self, size: int, k: int, wide: bool) -> list[Tensor]:
-        t = self.trial
-        g = torch.Generator().manual_seed(1000 * size + k)
-        shapes = [
-            tuple(size if i == d else n for i, n in enumerate(s.shape)) for s, d in zip(t.slots, t.dims, strict=True)
-        ]
-        low = min((n for shape in shapes for n in shape if n > 1), default=1)
-        return [_drawn(s, shape, k, g, wide, low) for s, shape in zip(t.slots, shapes, strict=True)]
-
     def _compare(self, size: int, k: int, wide: bool) -> str:
         t = self.trial
-        tensors = self._tensors(size, k, wide)
+        tensors = _drawn_all(t, size, k, wide)
         if sum(x.numel() for x in tensors) > MAX_NUMEL:
             return ""
         tensors = [x.requires_grad_(x.is_floating_point() or x.is_complex()) for x in tensors]
@@ -197,7 +216,9 @@ class _Trials:
             )
             if why:
                 return why
-            self.told += any(_tells(y) for y in whole)
+            if any(_tells(y) for y in whole):
+                self.told += 1
+                self.sizes.add(size)
         return ""
 
     def _forward(self, whole: list[Any], pieces: list[list[Any]], parts: list[Tensor], tolerance: float) -> str:
@@ -253,6 +274,17 @@ def _zero(g: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if g is None else g
 
 
+def _drawn_all(t: Trial, size: int | None, k: int, wide: bool) -> list[Tensor]:
+    """Draw ``k`` of all operands, with the dim in question of this size (None: as recorded)."""
+    g = torch.Generator().manual_seed(1000 * (size or 0) + k)
+    shapes = [
+        tuple(size if i == d and size is not None else n for i, n in enumerate(s.shape))
+        for s, d in zip(t.slots, t.dims, strict=True)
+    ]
+    low = min((n for shape in shapes for n in shape if n > 1), default=1)
+    return [_drawn(s, shape, k, g, wide, low) for s, shape in zip(t.slots, shapes, strict=True)]
+
+
 def _drawn(s: Slot, shape: tuple[int, ...], k: int, g: torch.Generator, wide: bool, low: int) -> Tensor:
     if s.dtype.is_floating_point:
         x = DRAWS[k](shape, g)
@@ -306,4 +338,4 @@ def _tells(y: Any) -> bool:
     return bool(torch.isfinite(y).any()) and bool((y != y[0]).any())
 
 
-__all__ = ["Slot", "Trial", "mistake"]
+__all__ = ["Slot", "Trial", "mistake", "sizes_of", "slot"]

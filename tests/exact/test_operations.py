@@ -13,10 +13,11 @@ from tests.models.operations_at_rest import AT_REST
 from tests.models.operations_norm import NORM
 from tests.models.operations_scatter import SCATTER
 from tests.models.operations_taught import TAUGHT
+from tests.models.operations_tried import TRIED
 
 pytestmark = pytest.mark.slow
 
-CASES: dict[str, Case] = {**SCATTER, **NORM, **AT_REST, **ALONG, **TAUGHT}
+CASES: dict[str, Case] = {**SCATTER, **NORM, **AT_REST, **ALONG, **TAUGHT, **TRIED}
 
 
 def run(payload: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import autotp
 from tests.models.operations import Case, linear, weight
 
 
-def _defined(name: str, forward: Any, plain: Any) -> Any:
+def defined(name: str, forward: Any, plain: Any) -> Any:
     """A custom operation whose gradient is that of ``plain``."""
     op = torch.library.custom_op(f"autotp_tests::{name}", forward, mutates_args=())
     op.register_fake(
@@ -59,9 +59,9 @@ def project(x: Tensor, w: Tensor) -> Tensor:
     return _projected(x, w)
 
 
-DECAY = _defined("decay", decay, _decayed)
-ATTEND = _defined("attend", attend, _attended)
-PROJECT = _defined("project", project, _projected)
+DECAY = defined("decay", decay, _decayed)
+ATTEND = defined("attend", attend, _attended)
+PROJECT = defined("project", project, _projected)
 
 
 def teach() -> None:
