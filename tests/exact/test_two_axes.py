@@ -9,7 +9,7 @@ from autotp.ranks import RankPool
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("model", ["hf:llama", "hf:gpt2", "hf:phi3", "user:nanogpt"])
+@pytest.mark.parametrize("model", ["hf:llama", "hf:gpt2", "hf:phi3", "user:nanogpt", "user:recurrent"])
 @pytest.mark.parametrize("names", [("dp", "tp"), ("dp_shard", "tp")])
 def test_a_step_is_that_of_the_whole_batch(ranks: RankPool, model: str, names: tuple[str, str]) -> None:
     for found in ranks.run("tests.harness.two_axes:train_step", {"model": model, "names": names}):

@@ -88,6 +88,12 @@ def _parts(m: Any, x: Tensor) -> Tensor:
     return m.b(h)
 
 
+def _weights_scaled(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.b.weight.mul_(1.5)
+    return m.b(_hidden(m, x))
+
+
 def _touched(m: Any, x: Tensor) -> Tensor:
     h = _hidden(m, x)
     return m.b(h.index_add(2, m.rows, h[..., :2]))
@@ -105,5 +111,8 @@ SCATTER = {
     "slice_scatter and others": Case(forward=_slices, parts=ROWS),
     "masked_scatter": Case(forward=_masked, parts=ROWS),
     "parts set": Case(forward=_parts, parts=TWO),
+    "weights scaled in place": Case(
+        forward=_weights_scaled, parts=TWO, styles={"a.weight": "colwise", "b.weight": "rowwise"}
+    ),
     "along the cut dim": Case(forward=_touched, parts=ROWS, gathers=2),
 }

@@ -308,10 +308,33 @@ def keywords() -> Built:
     return KeywordModel(), (), {"features": floats(3, 32), "extra": floats(3, 32, seed=8), "flags": {"spread": True}}
 
 
+class Recurrent(nn.Module):
+    """Recurrent layers between an embedding and a head; a matrix that all heads share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.forth, self.back = nn.LSTM(32, 24, 2, batch_first=True), nn.GRU(24, 32, bidirectional=True)
+        self.up, self.head = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.mix = nn.Parameter(torch.randn(8, 8) * 0.3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        h, _ = self.forth(self.embed(ids))
+        h = self.back(h.transpose(0, 1))[0].transpose(0, 1)
+        return self.head((self.up(h).unflatten(-1, (8, 8)) @ self.mix.sinh()).relu().flatten(-2))
+
+
+def recurrent() -> Built:
+    """Token ids."""
+    return Recurrent(), (tokens(64),), {}
+
+
 MODELS: dict[str, Entry] = {
     "nanogpt": Entry(build=nanogpt, share=LANGUAGE),
     "titan_llama": Entry(build=titan_llama, share=LANGUAGE),
     "mixer": Entry(build=mixer, share=OTHER),
     "einsum": Entry(build=einsum, share=LANGUAGE),
+    "recurrent": Entry(build=recurrent, share=LANGUAGE),
     "keywords": Entry(build=keywords, share=OTHER),
 }
