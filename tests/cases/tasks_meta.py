@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import resource
 import shutil
 import sys
@@ -105,6 +107,8 @@ def peak_of(run: Callable[[], Any]) -> tuple[Any, float]:
     if sys.platform != "linux":
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return run(), float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free goes back to the system, so that using it again counts
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
     before = _status("VmRSS")
     result = run()

@@ -59,13 +59,16 @@ def test_what_a_document_shows_is_what_happens(path, monkeypatch):
     assert mismatches(path.read_text(encoding="utf-8")) == []
 
 
+SCRIPTS = [body for mark, _, body in blocks((ROOT / "README.md").read_text()) if mark == "run with torchrun"]
+
+
 @pytest.mark.slow
-def test_the_training_script_runs(tmp_path):
-    [script] = [body for mark, _, body in blocks((ROOT / "README.md").read_text()) if mark == "run with torchrun"]
-    (tmp_path / "train.py").write_text(script)
-    words = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "train.py")]
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.split()[1].strip(":"))
+def test_the_scripts_run(tmp_path, script):
+    (tmp_path / "script.py").write_text(script)
+    words = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
     done = subprocess.run(
-        [sys.executable, "-m", *words], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240
+        [sys.executable, "-m", *words], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
 
