@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from autotp import torch_hooks
@@ -66,8 +67,14 @@ class Search:
         self.results = {x.tid for c in self.trace.calls for x in c.outs if isinstance(x, Ref)}
         self.results &= set(self.producer)
         self.by_site: dict[Any, list[int]] = {}
+        self.in_runs: dict[Any, list[int]] = {}  # a place in a module's code -> its call in every run of the module
+        self.place: dict[int, Any] = {}
+        turns: Counter[Any] = Counter()
         for c in self.trace.calls:
             self.by_site.setdefault(c.site, []).append(c.index)
+            turns[c.module, c.site] += 1
+            self.place[c.index] = self.trace.module_path(c), c.module < 0, c.site, turns[c.module, c.site]
+            self.in_runs.setdefault(self.place[c.index], []).append(c.index)
 
     def run(self) -> Analysis:
         for n in range(MAX_ROUNDS):
@@ -79,6 +86,8 @@ class Search:
                 raise Refold
             try:
                 dealing = Dealing(own)
+                if self._room_unfit(own, dealing):
+                    continue
                 edits = self._edits(own, dealing)
                 self._prove(dealing, edits)
             except NotARectangle as e:
@@ -97,6 +106,15 @@ class Search:
 
     def _edits(self, own: Ownership, dealing: Dealing) -> dict[int, CallEdit]:
         return Lowering(own, dealing).edits()
+
+    def _room_unfit(self, own: Ownership, dealing: Dealing) -> bool:
+        """Buffers that would be cut along two dims at once, for which there is no layout: whole after all."""
+        unfit = [
+            t for t, room in self.choices.room.items()
+            if room is not None and own.trace.tensors[t].leaf is not None and len(dealing.sets(t)) > 1
+        ]  # fmt: skip
+        self.choices = replace(self.choices, room={**self.choices.room, **dict.fromkeys(unfit, None)})
+        return bool(unfit)
 
     def _prove(self, dealing: Dealing, edits: dict[int, CallEdit]) -> None:
         """Prove one rank of every different shape; ranks of equal shape take its numbers over, if they fit.
@@ -131,8 +149,10 @@ class Search:
                 runs.setdefault((self.trace.module_path(c), c.site), {}).setdefault(c.module, []).append(c)
         for by_run in runs.values():
             calls = list(by_run.values())
-            first = [edits[c.index] for c in calls[0]]
-            if any([edits[c.index] for c in other] != first for other in calls[1:]):
+            longest = [edits[c.index] for c in max(calls, key=len)]
+            if all(e == longest[0] for run in calls for e in (edits[c.index] for c in run)):
+                continue  # however often it is reached
+            if any([edits[c.index] for c in run] != longest[: len(run)] for run in calls):
                 return self._most_cut([c for run in calls for c in run], edits)
         return None
 
@@ -147,6 +167,9 @@ class Search:
     # ------------------------------------------------------------ choosing again
     def _from_rules(self, own: Ownership) -> bool:
         """Gathers and whole calls that the rules asked for; True if there was anything new."""
+        if room := {t: r for t, r in own.new_room.items() if t not in self.choices.room}:
+            self.choices = replace(self.choices, room={**self.choices.room, **room})
+            return True
         asked = dict(own.new_gather)
         for t in self.trace.outputs:
             if isinstance(own.states.get(t), Owned):
@@ -158,9 +181,13 @@ class Search:
         new = {}
         for tid, reason in asked.items():
             target = self._hoist(own, tid)
-            if target is not None and target not in self.choices.gather:
+            if self.choices.room.get(tid) is not None:
+                self.choices = replace(self.choices, room={**self.choices.room, tid: None})
+                kept = {**kept, tid: reason}
+            elif target is not None and target not in self.choices.gather:
                 new[target] = reason
         opaque = {c: r for c, r in own.new_opaque.items() if c not in self.choices.opaque}
+        opaque = {other: r for c, r in opaque.items() for other in self.in_runs[self.place[c]]}
         self.notes.update(new)
         self._gather(new)
         self.choices = replace(self.choices, opaque=self.choices.opaque | set(opaque))
@@ -172,7 +199,21 @@ class Search:
         return s.params if isinstance(s, Weights) else frozenset()
 
     def _gather(self, tids: Any) -> None:
-        self.choices = replace(self.choices, gather=self.choices.gather | set(tids))
+        """Gather tensors where they are computed, in every run of the module that computes them."""
+        every = {t for tid in tids for t in self._in_runs(tid)}
+        self.choices = replace(self.choices, gather=self.choices.gather | every)
+
+    def _in_runs(self, tid: int) -> set[int]:
+        """A call's result, and what the same place of the module's code gives in other runs of the module."""
+        op = self.producer.get(tid)
+        if op is None or op.call < 0:
+            return {tid}
+        outs = self.trace.calls[op.call].outs
+        at = next((i for i, x in enumerate(outs) if isinstance(x, Ref) and x.tid == tid), None)
+        if at is None:
+            return {tid}
+        others = [self.trace.calls[c].outs for c in self.in_runs[self.place[op.call]]]
+        return {tid, *(x.tid for o in others if at < len(o) and isinstance(x := o[at], Ref))}
 
     def _hoist(self, own: Ownership, tid: int) -> int | None:
         """The earliest and smallest call result that can be gathered in place of ``tid``."""
@@ -297,8 +338,6 @@ class Search:
 
 
 def _span(base: int, n: int) -> Any:
-    import numpy as np
-
     return np.arange(base, base + n)
 
 
@@ -329,7 +368,7 @@ def analyse(
     try:
         return _search(model, args, kwargs, tp, force, record)
     except Refold:
-        full = trace(model, args, kwargs, fold=False)
+        full = trace(model, args, kwargs, fold=False, drive=record.drive)
         full.draws = record.draws
         return _search(model, args, kwargs, tp, force, full)
 

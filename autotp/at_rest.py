@@ -38,16 +38,30 @@ def cut_at_rest(analysis: Analysis, wanted: Mapping[str, int | None]) -> None:
         why = reader.obstacle(tid, analysis)
         sets = _parts(trace.tensors[tid].shape, analysis.dealing.tp, dim) if not why else {}
         if sets:
-            analysis.dealing.store(tid, sets)
-            for call, i in reader.uses.get(tid, []):
-                edit = analysis.edits[call.index]
-                edit.operands[i] = replace(edit.operands.get(i, OperandEdit()), gather=tuple(sets.items()))
+            _keep(analysis, reader, tid, sets)
         elif name:
             size = list(trace.tensors[tid].shape)
             raise RuleError(
                 f"{name}: gathered_at_use cannot be followed: "
                 f"{why or f'{size} has no such dim to be dealt to {analysis.dealing.tp} ranks'}. Use another style."
             )
+
+
+def keep_at_rest(analysis: Analysis, parts: Mapping[int, Sets]) -> set[int]:
+    """The same for parameters that are in parts already; those that cannot be put together for their uses."""
+    reader = _Reader(analysis.trace)
+    refused = {tid for tid in parts if reader.uses.get(tid) and reader.obstacle(tid, analysis)}
+    for tid, sets in parts.items():
+        if tid not in refused:
+            _keep(analysis, reader, tid, sets)
+    return refused
+
+
+def _keep(analysis: Analysis, reader: _Reader, tid: int, sets: Sets) -> None:
+    analysis.dealing.store(tid, sets)
+    for call, i in reader.uses.get(tid, []):
+        edit = analysis.edits[call.index]
+        edit.operands[i] = replace(edit.operands.get(i, OperandEdit()), gather=tuple(sets.items()))
 
 
 def _parts(shape: tuple[int, ...], tp: int, dim: int | None) -> Sets:

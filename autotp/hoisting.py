@@ -64,10 +64,13 @@ class Hoisting:
         self._params()
         self._inputs()
         self._outputs()
+        runs: dict[tuple[int, Site], list[CallEdit]] = defaultdict(list)
         for c in self.trace.calls:
             if c.module >= 0:
-                program = self._program(self.trace.module_path(c))
-                program.calls.setdefault(c.site, []).append(self.edits[c.index])
+                runs[c.module, c.site].append(self.edits[c.index])
+        for (module, site), edits in runs.items():  # of several runs, which are edited alike, the longest
+            calls = self._program(self.trace.modules[module].path).calls
+            calls[site] = max(calls.get(site, []), edits, key=len)
         self._guards()
         for program in self.programs.values():
             program.calls = {site: _folded(edits) for site, edits in program.calls.items()}

@@ -167,6 +167,8 @@ class Lowering:
         edit.rows = self._rows(call)
         edit.norm = self._norm(call)
         edit.random = self._random(call)
+        if call.module < 0 and edit:
+            raise CannotEdit(call.index, f"{call.name} is called outside of the model")
         return edit
 
     def _used_otherwise(self, tid: int, call: Call, settled: set[int]) -> bool:

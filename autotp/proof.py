@@ -67,7 +67,7 @@ class Prover:
         self.recorder = twin.recorder
         try:
             with torch_hooks.kept_rng():
-                run(twin, args, kwargs, self.step, self.metadata)
+                run(twin, args, kwargs, self.step, self.metadata, self.trace.drive, self.trace.held, self.rank)
         except Unproven:
             raise
         except Exception as e:
@@ -192,7 +192,8 @@ class Prover:
             self.moves.append((call, leaves, spec))
         error = "no number in its arguments makes it fit"
         for tried in itertools.islice(
-            Solver(self.dealing, edit, self.rank).candidates(call, leaves, numbers), MAX_TRIES
+            Solver(self.dealing, edit, self.rank).candidates(call, leaves, numbers),
+            MAX_TRIES if call.module >= 0 else 1,
         ):
             try:
                 args, kwargs = rebuild(self._numbers(tried, leaves), spec)
@@ -246,6 +247,9 @@ class Prover:
         if cut and self._only(call, {movement, cat}):
             return False
         counted = self.counted.get(call.index, [])
+        room = self.dealing.own.choices.room
+        if any(room.get(t) for op in self.trace.ops[call.start : call.stop] for t in op.outs):
+            return False  # its numbers are the sizes of the result
         return any(
             isinstance(g, _PLAIN) and isinstance(x, _PLAIN) and x != g and i not in tried and i not in counted
             for i, (x, g) in enumerate(zip(leaves, call.leaves, strict=True))

@@ -10,6 +10,7 @@ Nouns
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from autotp.errors import AutotpError
+from autotp.held import is_object, tensors_in
 from autotp.trees import Ref, flatten, key_paths, rebuild
 
 
@@ -133,6 +135,11 @@ class Trace:
     templates: dict[int, Any] = field(default_factory=dict)
     folds: bool = True
     draws: bool = True  # whether the model draws random numbers, in this mode or in training
+    drive: Any = None  # what ran the model, if not one call of it
+    held: Any = None  # layouts of the tensors in objects among the inputs
+    given: dict[int, Any] = field(default_factory=dict)  # tensors in such objects of which ranks have parts
+    kept: dict[Any, int] = field(default_factory=dict)  # what such objects, and results, hold at the end, by its place
+    like: dict[int, int] = field(default_factory=dict)  # a tensor of a skipped block -> that of the block it is like
 
     @property
     def skipped(self) -> list[tuple[str, str]]:
@@ -148,7 +155,12 @@ class Trace:
         del self.modules[index + 1 :]
 
     def module_path(self, call: Call) -> str:
-        return self.modules[call.module].path
+        """The path of the module whose code makes a call; the root's for code outside of the model."""
+        return self.modules[call.module].path if call.module >= 0 else ""
+
+
+class Enough(Exception):
+    """The part of a run that was to be recorded has been."""
 
 
 class Recorder:
@@ -161,6 +173,15 @@ class Recorder:
         self.stack: list[int] = []
         self.call: Call | None = None
         self.wrapped: set[tuple[Any, ...]] = set()  # places of calls under vmap since the last one that was recorded
+        self.turns: Counter[str] = Counter()
+        self.objects: list[Any] = []
+        self.most_turns = 0  # how often one module may be called from outside before the recording ends; 0: no limit
+
+    def turn(self, path: str) -> None:
+        """Code outside of the model calls a module."""
+        self.turns[path] += 1
+        if self.most_turns and self.turns[path] > self.most_turns:
+            raise Enough
 
     # ---- tensors
     def tid(self, t: Tensor, leaf: str | None = None, grad: bool = False) -> int:
@@ -176,6 +197,15 @@ class Recorder:
         self.alike.setdefault(storage, []).append(tid)
         self.ids[id(t)] = tid
         return tid
+
+    def note_objects(self, tree: Any) -> None:
+        """Remember the objects among the arguments or results of the model."""
+        self.objects += [x for x in flatten(tree)[0] if is_object(x)]
+
+    def note_held(self) -> None:
+        """The tensors that the objects hold by now."""
+        for x in {id(x): x for x in self.objects}.values():
+            self.trace.kept.update({place: self.ids[id(t)] for place, t in tensors_in(x) if id(t) in self.ids})
 
     def refs(self, tree: Any) -> tuple[list[Any], Any]:
         leaves, spec = flatten(tree)

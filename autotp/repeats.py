@@ -25,6 +25,10 @@ _OWN = set(nn.Module().__dict__)
 _PLAIN = (int, float, str, bool, bytes, complex, type(None), torch.dtype, torch.device)
 
 
+class NotAlike(Exception):
+    """A block that was dropped does something of its own later on: all blocks must be recorded."""
+
+
 @dataclass(frozen=True)
 class Place:
     """A child's class of equal siblings and whether it must run in any case."""
@@ -41,6 +45,8 @@ class Repeats:
     wrap: Callable[[tuple[int, ...], torch.dtype], Tensor]
     places: dict[int, Place] = field(default_factory=dict)
     done: dict[Any, list[int]] = field(default_factory=dict)
+    dropped: dict[str, tuple[str, dict[int, int]]] = field(default_factory=dict)  # path -> (like, tensor -> its own)
+    kept: set[str] = field(default_factory=set)
     follow: Any = None
 
     def watch(self, model: nn.Module) -> None:
@@ -72,19 +78,35 @@ class Repeats:
             if self.follow is not None:
                 skip = self.follow.modules[index].same_as if index < len(self.follow.modules) else -1
                 return self._skip(index, skip, self.follow, args, kwargs) if skip >= 0 else forward(*args, **kwargs)
-            key = (self.places[id(module)].key, self._inputs(args, kwargs))
+            key = (self.places[id(module)].key, sum(rec.turns.values()), self._inputs(args, kwargs))
             seen = self.done.setdefault(key, [])
             out = forward(*args, **kwargs)
-            may_drop = len(seen) >= 2 and not self.places[id(module)].last and self._simple(seen[1])
-            if may_drop and SameRun(rec.trace, seen[1], index).holds():
+            path = rec.trace.modules[index].path
+            if len(seen) >= 2 and not self.places[id(module)].last and self._may_drop(path, index, seen[1]):
                 rec.trace.forget(index)
                 rec.trace.modules[index].same_as = seen[1]
                 return out
+            if path in self.dropped:
+                raise NotAlike
+            self.kept.add(path)
             rec.trace.templates[index] = self._template(index, args, kwargs, out)
             seen.append(index)
             return out
 
         return repeated
+
+    def _may_drop(self, path: str, index: int, like: int) -> bool:
+        """Whether a run is like another; one that was dropped before must be so again, with what it has kept."""
+        like_path = self.recorder.trace.modules[like].path
+        before = self.dropped.get(path, (like_path, {}))
+        if path in self.kept or before[0] != like_path or not self._simple(like):
+            return False
+        same = SameRun(self.recorder.trace, like, index, dict(before[1]))
+        if not same.holds():
+            return False
+        self.dropped[path] = like_path, same.twins
+        self.recorder.trace.like.update({b: a for a, b in same.twins.items()})
+        return True
 
     def _inputs(self, args: Any, kwargs: Any) -> Any:
         from autotp.trees import flatten, key_paths
@@ -127,6 +149,10 @@ class Repeats:
         if trace.templates.get(index) is None:
             return False
         inside: set[int] = set(m.inputs.values())
+        for earlier in trace.modules[:index]:  # what the block has kept of its earlier runs, as in a cache
+            if earlier.path == m.path:
+                calls = trace.calls[earlier.start : earlier.stop]
+                inside.update(t for c in calls for op in trace.ops[c.start : c.stop] for t in op.outs if t >= 0)
         for c in trace.calls[m.start : m.stop]:
             for op in trace.ops[c.start : c.stop]:
                 for t in op.ins:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from autotp import construction, torch_hooks
 from autotp.data_parallel import Fsdp, apply_fsdp, check_fsdp
 from autotp.errors import MeshError, PlanError
+from autotp.extending import Dealt, layouts_of
+from autotp.generation import Generation, install
 from autotp.hoisting import ModuleProgram
 from autotp.layouts import distribute, layout_of
 from autotp.mesh import resolve_mesh
@@ -52,13 +53,10 @@ class LocalStyle(ParallelStyle):
             layout = self.layouts.get(f"{self.program.path}.{name}".lstrip("."))
             if b is not None and layout is not None:
                 module._buffers[name] = distribute(b, device_mesh, layout)
-        # torch's own layers have one way to run; code of others may branch on what it is given
-        guarded = not type(module).__module__.startswith("torch.nn.modules.")
-        names = list(inspect.signature(module.forward).parameters)
         cut = {n for n in self.program.params if self.layouts.get(f"{self.program.path}.{n}".lstrip(".")) is not None}
-        local = LocalForward(self.program, self.ranks, self.model, names, cut, guarded)
-        module.register_forward_pre_hook(local.before, with_kwargs=True, prepend=True)
-        module.register_forward_hook(local.after, with_kwargs=True, always_call=True)
+        local = LocalForward(self.program.path, module, cut, self.ranks, self.model)
+        local.learn(self.program)
+        local.attach(module)
         module.register_load_state_dict_pre_hook(_cut_loaded)
         return module
 
@@ -163,6 +161,7 @@ def _cut(model: nn.Module, prepared: Prepared, mesh: DeviceMesh, ranks: Ranks) -
             parallelize_module(model, mesh, {path: style}, src_data_rank=None)
         else:
             parallelize_module(model, mesh, style, src_data_rank=None)
+    install(model, Generation(ranks, running, Dealt.by(prepared.analysis), layouts_of(prepared.analysis)))
     if trace.draws:
         draws = SharedDraws(ranks, always=trace.random_calls > 0)
         model.register_forward_pre_hook(draws.before, with_kwargs=True, prepend=True)

@@ -222,6 +222,7 @@ _MACHINERY = tuple(
     _HERE + name for name in ("trace.py", "proof.py", "repeats.py", "torch_hooks.py", "promotion.py", "styles")
 )
 _TORCH_OVERRIDES = torch.overrides.__file__
+_TRACE = _HERE + "trace.py"
 
 
 def is_boundary(code: types.CodeType) -> bool:
@@ -246,6 +247,8 @@ def call_site(depth: int = 2, base: types.FrameType | None = None) -> tuple[Any,
             if base is not None and frame is not base:
                 return ()
             break
+        if code.co_name == "run" and code.co_filename == _TRACE:
+            break  # whoever calls the model: the same place however it was reached
         if not _is_own(code):
             chain.append((code, _instruction(code, frame.f_lasti)))
         frame = frame.f_back
@@ -333,6 +336,20 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 CONTENT_FREE = {torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, Tensor.new_zeros, Tensor.new_ones}
+
+
+class Hook:
+    """What holds the hooks of a sharded module: copies of the module share it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return self
+
+
+def drop_hooks(module: nn.Module) -> None:
+    """Take the hooks of sharding off a (copied) module."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [k for k, f in hooks.items() if isinstance(getattr(f, "__self__", None), Hook)]:
+            del hooks[key]
 
 
 @contextmanager

@@ -7,7 +7,8 @@ model's Python as they would in earnest. Integer results of float operations get
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +19,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autotp import torch_hooks
 from autotp.caches import forget_tensors
 from autotp.errors import AutotpError
+from autotp.held import Layouts, Place, is_object, with_tensors
 from autotp.plausible import integer_outputs, scalar
-from autotp.record import Call, Recorder, Trace, Traced
+from autotp.record import Call, Enough, Recorder, Trace, Traced
+from autotp.repeats import NotAlike
 from autotp.trees import Ref, flatten, rebuild
 from autotp.twin import MAX_REAL_NUMEL, Twin, make_twin
+
+
+@dataclass(frozen=True)
+class Drive:
+    """Runs a model otherwise than by one call of it: ``run(model, args, kwargs)``.
+
+    Recording ends when code outside of the model has called one module ``most_turns`` times (0: no limit).
+    """
+
+    run: Callable[[nn.Module, Any, Any], Any]
+    most_turns: int = 0
 
 
 class _Ops(TorchDispatchMode):
@@ -223,30 +237,65 @@ def recording(
         yield
 
 
-def as_inputs(tree: Any, recorder: Recorder) -> Any:
-    """Example inputs -> traced ones: floats lose their data, integers keep it."""
+def as_inputs(tree: Any, recorder: Recorder, held: Layouts | None = None, rank: int | None = None) -> Any:
+    """Example inputs -> traced ones: floats lose their data, integers keep it.
+
+    Objects among them (caches) are copied, with their tensors. Those at a place of ``held`` are parts of this rank;
+    they are given the shape of the whole, or of a ``rank``'s part.
+    """
     leaves, spec = flatten(tree)
     out = []
     for x in leaves:
         if isinstance(x, Tensor):
-            number = x.is_floating_point() or x.is_complex()
-            if number:
-                x = Traced(torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta"))
-            else:
-                x = torch.zeros(x.shape, dtype=x.dtype) if x.is_meta else x.detach().cpu().clone()
-            recorder.tid(x, grad=number)
+            x = _input(x, tuple(x.shape), recorder)
+        elif is_object(x):
+            x = with_tensors(x, lambda place, t: _held_input(place, t, recorder, held or {}, rank))
         out.append(x)
     return rebuild(out, spec)
 
 
-def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], fold: bool = True) -> Trace:
+def _input(x: Tensor, shape: tuple[int, ...], recorder: Recorder) -> Tensor:
+    number = x.is_floating_point() or x.is_complex()
+    if not number:
+        x = torch.zeros(x.shape, dtype=x.dtype) if x.is_meta else x.detach().cpu().clone()
+    elif shape == tuple(x.shape):
+        x = Traced(torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta"))
+    else:
+        x = Traced(torch.empty(shape, dtype=x.dtype, device="meta"))
+    recorder.tid(x, grad=number)
+    return x
+
+
+def _held_input(place: Place, x: Tensor, recorder: Recorder, held: Layouts, rank: int | None) -> Tensor:
+    layout, shape = held.get(place), list(x.shape)
+    if layout is None or not x.numel():
+        return _input(x, tuple(shape), recorder)
+    for dim, parts in layout.items():
+        shape[dim] = len(set().union(*parts)) if rank is None else len(parts[rank])
+    made = _input(x, tuple(shape), recorder)
+    recorder.trace.given[recorder.tid(made)] = layout
+    return made
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fold: bool = True,
+    drive: Drive | None = None,
+    held: Layouts | None = None,
+) -> Trace:
     """Record one run of ``model(*args, **kwargs)``; the model and the inputs are left as they were.
 
     With ``fold``, repeated blocks are run once; the leaves of a skipped block then are those of the block it is like.
+    ``drive`` runs the model otherwise than by one call of it. ``held``: see :func:`as_inputs`.
     """
     twin = make_twin(model, fold=fold)
-    with torch_hooks.kept_rng():
-        record = run(twin, args, kwargs)
+    try:
+        with torch_hooks.kept_rng():
+            record = run(twin, args, kwargs, drive=drive, held=held)
+    except NotAlike:
+        return trace(model, args, kwargs, False, drive, held)
     record.folds = fold
     for path, like in record.skipped:
         inside = [name for name in record.leaves if name.startswith(path + ".")]
@@ -264,7 +313,7 @@ def draws(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], recor
     twin.model.train()
     try:
         with torch_hooks.kept_rng():
-            return run(twin, args, kwargs).random_calls > 0
+            return run(twin, args, kwargs, drive=record.drive, held=record.held).random_calls > 0
     except Exception:
         return True  # it does not run in training as it is: be prepared
 
@@ -275,23 +324,35 @@ def run(
     kwargs: Any,
     intercept: Callable[..., Any] | None = None,
     metadata: Callable[..., Any] | None = None,
+    drive: Drive | None = None,
+    held: Layouts | None = None,
+    rank: int | None = None,
 ) -> Trace:
     """Run a twin on example inputs under the recorder and return the record."""
     rec = twin.recorder
-    a, k = as_inputs((args, kwargs), rec)
+    a, k = as_inputs((args, kwargs), rec, held, rank)
+    rec.trace.held = held
     before, built = _bound(twin.model), dict(twin.model.named_modules())
+    rec.trace.drive = drive
+    rec.most_turns = drive.most_turns if drive is not None else 0
+    out = None
     forget_tensors()
     try:
-        with recording(rec, intercept, metadata):
-            out = twin.model(*a, **k)
+        with recording(rec, intercept, metadata), suppress(Enough):
+            out = drive.run(twin.model, a, k) if drive is not None else twin.model(*a, **k)
     finally:
         forget_tensors()
     _refuse_rebuilt(twin.model, built)
-    leaves = rec.refs(out)[0]
-    rec.trace.returned = [x for x in leaves if not isinstance(x, Ref)]
+    rec.note_held()
     # what the forward leaves behind in buffers and attributes is there for anyone to read, like an output
     left = [t for key, t in _bound(twin.model).items() if before.get(key) is not t and id(t) in rec.ids]
-    rec.trace.outputs = [x.tid for x in leaves if isinstance(x, Ref)] + [rec.ids[id(t)] for t in left]
+    if drive is not None:
+        given = [t for m in rec.trace.modules if m.parent < 0 for t in m.outputs.values()]
+    else:
+        leaves = rec.refs(out)[0]
+        rec.trace.returned = [x for x in leaves if not isinstance(x, Ref)]
+        given = [x.tid for x in leaves if isinstance(x, Ref)]
+    rec.trace.outputs = [*given, *(rec.ids[id(t)] for t in left)]
     return rec.trace
 
 

@@ -50,8 +50,10 @@ def make_twin(
         twin = copy.deepcopy(model, memo)
     except Exception as e:
         raise AutotpError(f"{type(model).__name__} cannot be copied for planning (copy.deepcopy failed): {e}") from e
+    vars(twin).pop("generate", None)  # that of a sharded model
     paths = {id(m): name for name, m in twin.named_modules()}
     for m in twin.modules():
+        torch_hooks.drop_hooks(m)
         _watch(m, recorder, paths)
     if fold:
         Repeats(recorder, _fresh, follow=follow).watch(twin)
@@ -70,6 +72,8 @@ def _leaf(t: Tensor, shape: tuple[int, ...], parameter: bool) -> Tensor:
         out._is_param = True  # what isinstance(_, nn.Parameter) looks at
         return out
     whole_numbers = not (t.is_floating_point() or t.is_complex())
+    if torch_hooks.is_dtensor(t):
+        return Traced(meta)
     if tuple(t.shape) != shape:
         return torch.zeros(shape, dtype=t.dtype) if whole_numbers else Traced(meta)
     if t.is_meta:
@@ -84,6 +88,9 @@ def _watch(module: nn.Module, rec: Recorder, paths: dict[int, str]) -> None:
         inputs = rec.by_path((args, kwargs))
         index = len(rec.trace.modules)
         parent = rec.stack[-1] if rec.stack else -1
+        if parent < 0:
+            rec.turn(paths[id(m)])
+            rec.note_objects((args, kwargs))
         run = ModuleCall(index, paths[id(m)], parent, inputs, len(rec.trace.calls), kinds=kinds(m, args, kwargs))
         rec.trace.modules.append(run)
         rec.stack.append(index)
@@ -91,6 +98,8 @@ def _watch(module: nn.Module, rec: Recorder, paths: dict[int, str]) -> None:
     def leave(m: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         call = rec.trace.modules[rec.stack.pop()]
         call.outputs = rec.by_path(out)
+        if call.parent < 0:
+            rec.note_objects(out)
         call.stop = len(rec.trace.calls)
 
     module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)

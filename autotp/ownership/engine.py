@@ -7,7 +7,7 @@ by default: the worst outcome is that something is gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,7 @@ from autotp.record import Op, Trace
 
 Rule = Callable[["Ownership", Op], None]
 RULES: dict[Any, Rule] = {}
+FIRST_NODE = 1  # of the nodes that stand for ranks, where a layout is given
 
 
 def rule(*packets: str) -> Callable[[Rule], Rule]:
@@ -54,17 +55,33 @@ def call_rule(*functions: Any) -> Callable[[CallRule], CallRule]:
 
 
 @dataclass(frozen=True)
+class Room:
+    """Owners of a tensor that is made to be written into; of size 1 along dims where they do not vary."""
+
+    nodes: Tensor
+
+    def owners(self, shape: tuple[int, ...]) -> Tensor:
+        return self.nodes.expand(shape)
+
+
+@dataclass(frozen=True)
 class Choices:
-    """What is decided before a pass: ``dims`` forces a parameter's cut (None: leave whole), ``gather`` lists tensors
-    made whole right where they are computed, ``opaque`` calls that only ever see whole tensors, ``tokens`` whole
-    tensors of which each rank then takes some tokens only, with their token dim, ``later`` sums over the ranks that
-    are made by the next call, which only moves elements."""
+    """What is decided before a pass.
+
+    ``dims`` forces a parameter's cut (None: leave whole), ``gather`` lists tensors made whole right where they are
+    computed, ``opaque`` calls that only ever see whole tensors, ``tokens`` whole tensors of which each rank then takes
+    some tokens only, with their token dim, ``later`` sums over the ranks that are made by the next call, which only
+    moves elements, ``room`` tensors made to be written into, cut as what is written (None: whole after all). ``dealt``
+    says which index of which dim of the leaves each rank has already, where the layout is not open any more.
+    """
 
     dims: dict[int, int | None] = field(default_factory=dict)
     gather: frozenset[int] = frozenset()
     opaque: frozenset[int] = frozenset()
     tokens: dict[int, int] = field(default_factory=dict)
     later: frozenset[int] = frozenset()
+    room: dict[int, Room | None] = field(default_factory=dict)
+    dealt: dict[int, tuple[int, tuple[Sequence[int], ...]]] = field(default_factory=dict)
 
 
 class Ownership:
@@ -93,11 +110,18 @@ class Ownership:
         self.attended: list[np.ndarray] = []  # groups that a product of two activations joined: attention heads
         self.tried: list[tuple[str, np.ndarray]] = []  # operations cut as trials allow, and the groups of their results
         self.base: dict[tuple[int, int], int] = {}
+        self.new_room: dict[int, Room] = {}
+        self.rank_nodes = self.nodes.allocate(tp) if choices.dealt else 0  # the first of a node per rank
+        assert self.rank_nodes in (0, FIRST_NODE)
         self.at = self.start = 0
+        self.made_by = {t: op for op in trace.ops for t in op.outs if t >= 0 and t not in op.writes}
         self.made_in = {t: op.call for op in reversed(trace.ops) for t in op.outs if t >= 0}
         for tid in dict.fromkeys(trace.leaves.values()):
-            if trace.tensors[tid].parameter:
+            if trace.tensors[tid].parameter or tid in choices.dealt:
                 self.leaf(tid)
+        for tid, room in choices.room.items():
+            if room is not None and tid not in self.made_by:
+                self.states[tid] = Owned(room.owners(self.shape(tid)))
 
     @cached_property
     def reach(self) -> Any:
@@ -115,6 +139,12 @@ class Ownership:
             if n > 1:
                 vecs.append(Vec(tid, d, d, torch.arange(first, first + n)))
         self.states[tid] = Weights(tuple(vecs), frozenset([tid]))
+        if tid in self.choices.dealt:
+            dim, per_rank = self.choices.dealt[tid]
+            self.cut[tid] = dim
+            for rank, mine in enumerate(per_rank):
+                nodes = self.base[tid, dim] + np.asarray(mine, dtype=np.int64)
+                self.nodes.union(nodes, np.full(len(nodes), self.rank_nodes + rank))
 
     # ------------------------------------------------------------ reading
     def shape(self, tid: int) -> tuple[int, ...]:
@@ -309,7 +339,8 @@ class Ownership:
 
         if all(self.states.get(t) is None and t not in self.partial for t in op.ins):
             for t in op.outs:
-                self.states.setdefault(t, None)
+                room = self.choices.room.get(t) if t not in op.writes else None
+                self.states.setdefault(t, Owned(room.owners(self.shape(t))) if room is not None else None)
             return None
         if any(t in self.partial for t in op.ins):
             from autotp.ownership.rules_linear import carry_partial

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from autotp.ownership.engine import Ownership
 from autotp.ownership.nodes import varies
+from autotp.ownership.room import make_room
 from autotp.ownership.rules_pointwise import agreeing
 from autotp.ownership.state import Owned, Vec, Weights
 from autotp.record import Op
@@ -72,6 +73,11 @@ def by_dims(
     if any(own.owners(t) is not None for t in rest):
         return own.all_whole(op, f"op {op.func} is given a cut tensor where it needs a whole one")
     if op.writes and own.owners(op.writes[0]) is None:
+        for x in operands:
+            o = own.owners(x.tid)
+            o = own.merge_along(o, [d for d, r in enumerate(x.places) if r not in allowed]) if o is not None else None
+            if o is not None:
+                make_room(own, op.writes[0], _framed(o, x.places, allowed, shape))
         return own.all_whole(op, f"{op.func.overloadpacket} writes into a whole tensor")
     for t in rest:
         own.want(t)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from autotp import torch_hooks
@@ -47,7 +48,7 @@ def pointwise(own: Ownership, op: Op) -> None:
     if op.writes == tids and isinstance(own.states.get(tids[0]), Weights) and not torch_hooks.is_random(op.func):
         return own.want(tids[0], "own")  # a parameter changed in place by numbers: each rank changes its part
     if op.writes and any(own.owners(t) is None for t in op.writes):
-        return own.all_whole(op, f"{op.func.overloadpacket} writes into a whole tensor")
+        return _into_whole(own, op, tids)
     owned = [t for t in tids if own.owners(t) is not None]
     if not owned:
         for t in tids:
@@ -65,6 +66,18 @@ def pointwise(own: Ownership, op: Op) -> None:
         own.want(t, "as", follow(own.shape(t), own.shape(out), out))
     for i in range(len(op.outs)):
         own.put(op, Owned(acc.expand(own.shape(op.outs[i]))) if op.outs[i] >= 0 else None, i)
+
+
+def _into_whole(own: Ownership, op: Op, tids: list[int]) -> None:
+    """A cut value is written into a whole tensor: it is gathered, unless room can be made for it."""
+    from autotp.ownership.room import make_room
+
+    target = op.writes[0]
+    values = [o for t in tids if t != target and (o := own.owners(t)) is not None]
+    if len(values) == 1 and own.open_weights(target) is None:
+        shape = own.shape(target)
+        make_room(own, target, values[0].expand(torch.broadcast_shapes(values[0].shape, shape)))
+    return own.all_whole(op, f"{op.func.overloadpacket} writes into a whole tensor")
 
 
 @rule("triu", "tril")

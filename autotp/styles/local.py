@@ -6,6 +6,7 @@ edge of the cut region, and, only where the module's own calls must be edited, a
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -178,7 +179,7 @@ class LocalCalls(TorchFunctionMode):
         result = func(*args, **kwargs)
         if any(isinstance(x, Tensor) and x.is_floating_point() for x in flatten((args, kwargs))[0]):
             where, name = torch_hooks.describe_site(site), getattr(func, "__name__", str(func))
-            raise AutotpError(
+            raise NotPlannedError(
                 f"{self.path or 'the model'}: the call of {name} at {where} was not reached when the plan was made, so "
                 "it is not known how it acts on a rank's part. Pass a sample that takes this path: "
                 "autotp.shard(model, mesh, sample=(args, kwargs))."
@@ -186,36 +187,37 @@ class LocalCalls(TorchFunctionMode):
         return result
 
 
+class NotPlannedError(AutotpError):
+    """A sharded model took a path that was not seen when its program was made."""
+
+
 @dataclass
 class Running:
-    """How deep in a sharded model's own forward this process is; its parts share one."""
+    """Where a sharded model is in this process; its parts share one.
+
+    ``depth`` counts the forwards around the running code that take and give whole tensors, ``turns`` how often one
+    was called from outside of the model. ``mode`` names the programs that run (None: those of ``forward``).
+    """
 
     lengths: tokens.Lengths
     depth: int = 0
+    turns: int = 0
+    mode: Any = None
 
     def enter(self) -> None:
-        """A forward of the whole model begins."""
+        """A forward begins that takes and gives whole tensors."""
         if not self.depth:
             self.lengths.known.clear()
-        self.depth += 1
+            self.turns += 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Running:
         return self
 
 
-class LocalForward:
-    """The two hooks around a module's forward. Holds no module, so copies of a module share it."""
+class BoundProgram:
+    """A module's program as functions of this rank."""
 
-    def __init__(
-        self,
-        program: ModuleProgram,
-        ranks: Ranks,
-        model: Running,
-        names: list[str],
-        cut: set[str],
-        guarded: bool = True,
-    ) -> None:
-        self.path, self.ranks, self.model, self.names, self.cut = program.path, ranks, model, names, cut
+    def __init__(self, program: ModuleProgram, ranks: Ranks, model: Running, guarded: bool) -> None:
         self.inner, self.reached = program.inner, program.reached
         self.params = [(n, operand(e, ranks, model) if e else None) for n, e in program.params.items()]
         self.inputs = [(p, operand(e, ranks, model)) for p, e in program.inputs.items()]
@@ -223,28 +225,46 @@ class LocalForward:
         self.table = {s: [BoundCall.of(e, ranks, model) for e in edits] for s, edits in program.calls.items()}
         self.edits_calls = program.edits_calls
         self.known = set(program.kinds) if program.holds_cut and guarded else None
-        self.running: list[tuple[list[tuple[Any, Any, Any]], LocalCalls | None, Any]] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LocalForward:
-        return self
+
+class LocalForward(torch_hooks.Hook):
+    """The two hooks around a module's forward. Holds no module, so copies of a module share it."""
+
+    def __init__(self, path: str, module: nn.Module, cut: set[str], ranks: Ranks, model: Running) -> None:
+        self.path, self.ranks, self.model, self.cut = path, ranks, model, cut
+        self.names = list(inspect.signature(module.forward).parameters)
+        # torch's own layers have one way to run; code of others may branch on what it is given
+        self.guarded = not type(module).__module__.startswith("torch.nn.modules.")
+        self.programs: dict[Any, BoundProgram] = {}
+        self.running: list[tuple[list[tuple[Any, Any, Any]], LocalCalls | None, Any, BoundProgram]] = []
+
+    def attach(self, module: nn.Module) -> None:
+        """Hook it up."""
+        module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
+        module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+
+    def learn(self, program: ModuleProgram, mode: Any = None) -> None:
+        """Run by a program while the model is in this mode."""
+        self.programs[mode] = BoundProgram(program, self.ranks, self.model, self.guarded)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Swap parameters, cross the edge inwards, start editing calls."""
-        if not self.path:
+        program = self.programs.get(self.model.mode, _EMPTY)
+        if not program.inner:
             self.model.enter()
-        elif self.inner and not self.model.depth and not torch_hooks.in_backward():
+        elif not self.model.depth and not torch_hooks.in_backward():
             raise AutotpError(
                 f"{self.path} works on a rank's part and was called by itself, outside of the model's forward: call "
                 "the whole model, or shard this module by itself"
             )
-        elif not self.reached and self.model.depth:
-            raise AutotpError(
+        if not program.reached and self.model.depth:
+            raise NotPlannedError(
                 f"{self.path} was not reached when the plan was made, so it is not known whether it gets a "
                 "rank's part. Pass a sample that takes this path: autotp.shard(model, mesh, sample=(args, kwargs))."
             )
         self._check_parameters(module)
         kept: list[tuple[Any, Any, Any]] = []
-        for name, change in self.params:
+        for name, change in program.params:
             for slots in (module._parameters, module._buffers):
                 full = slots.get(name)
                 if full is not None and torch_hooks.is_dtensor(full):
@@ -254,13 +274,14 @@ class LocalForward:
                     slots[name] = local  # type: ignore[assignment]
                     _swap_in_lists(module, full, local, kept)
         mode, new = None, None
-        if self.known is not None and not self.edits_calls:
+        if program.known is not None and not program.edits_calls:
             called = kinds(module, args, kwargs)
-            new = None if called in self.known else called
-        if self.edits_calls or new is not None:
-            mode = LocalCalls(self.table, self.ranks, self.path, sys._getframe(1))
-        self.running.append((kept, mode, new))
-        for path, change in self.inputs:
+            new = None if called in program.known else called
+        if program.edits_calls or new is not None:
+            mode = LocalCalls(program.table, self.ranks, self.path, sys._getframe(1))
+        self.running.append((kept, mode, new, program))
+        self.model.depth += program.reached
+        for path, change in program.inputs:
             args, kwargs = edit_at((args, kwargs), self._given(path, args, kwargs), change)
         if mode is not None:
             mode.__enter__()
@@ -286,24 +307,26 @@ class LocalForward:
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """Undo what :meth:`before` did, also after an exception, and cross the edge outwards."""
-        if not self.path and self.model.depth:
-            self.model.depth -= 1
         if not self.running:
             return out  # it did not get as far as to start
-        kept, mode, new = self.running.pop()
+        kept, mode, new, program = self.running.pop()
+        self.model.depth -= program.reached
         if mode is not None:
             mode.base = None
             mode.__exit__(None, None, None)
         for slots, key, full in kept:
             slots[key] = full
         if out is not None:
-            if new is not None and self.known is not None:
-                self.known.add(new)  # called in a new way, and every call it made was a planned one
-            for path, change in self.outputs:
+            if new is not None and program.known is not None:
+                program.known.add(new)  # called in a new way, and every call it made was a planned one
+            for path, change in program.outputs:
                 out = edit_at(out, path, change)
             if not self.path:
                 self.model.lengths.remember(out)
         return out
+
+
+_EMPTY = BoundProgram(ModuleProgram(""), None, None, False)  # type: ignore[arg-type]  # no edits, so no ranks
 
 
 def _swap_in_lists(module: nn.Module, full: Any, local: Any, kept: list[tuple[Any, Any, Any]]) -> None:

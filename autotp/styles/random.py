@@ -7,7 +7,7 @@ activation checkpointing, which saves and restores that state, recomputes the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autotp import torch_hooks
 from autotp.styles.comm import Ranks
 
 _MIX = 0x9E3779B97F4A7C15
@@ -57,25 +58,46 @@ def own_draws(ranks: Ranks) -> Iterator[None]:
         _restore(states)
 
 
-class SharedDraws:
+def agreed_seed(ranks: Ranks) -> int:
+    """A seed drawn from the first rank's generator; every rank's generator goes on by one number."""
+    device = "cuda" if dist.get_backend(ranks.group) == "nccl" else "cpu"
+    seed = torch.tensor(_draw_seed(), device=device)
+    dist.broadcast(seed, ranks.first, group=ranks.group)
+    return _mixed(int(seed), ranks.first)
+
+
+@contextmanager
+def drawing_alike(ranks: Ranks) -> Iterator[Callable[[], None]]:
+    """Inside, all ranks of the group draw the same numbers; calling what it gives begins them again.
+
+    The user's generators go on afterwards as if one number had been drawn, or as they were if none was drawn inside.
+    """
+    untouched = _states()
+    number = agreed_seed(ranks)
+    after = _states()
+    _seed(number)
+    start = _states()
+    try:
+        yield lambda: _seed(number)
+    finally:
+        drawn = any(not torch.equal(a, b) for a, b in zip(start, _states(), strict=False))
+        _restore(after if drawn else untouched)
+
+
+class SharedDraws(torch_hooks.Hook):
     """Hooks around the whole model's forward that make the group draw alike (data-parallel groups draw apart)."""
 
     def __init__(self, ranks: Ranks, always: bool) -> None:
         self.ranks, self.always = ranks, always
         self.kept: list[Any] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedDraws:
-        return self
-
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not (self.always or module.training):
             self.kept.append(None)
             return
-        device = "cuda" if dist.get_backend(self.ranks.group) == "nccl" else "cpu"
-        seed = torch.tensor(_draw_seed(), device=device)
-        dist.broadcast(seed, self.ranks.first, group=self.ranks.group)
+        seed = agreed_seed(self.ranks)
         self.kept.append(_states())
-        _seed(_mixed(int(seed), self.ranks.first))
+        _seed(seed)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         states = self.kept.pop()

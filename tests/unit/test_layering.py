@@ -25,6 +25,7 @@ LAYERS = (
     "planning",
     "plans_io",
     "styles",
+    "generation",
     "sharding",
     "verification",
     "display",

@@ -59,13 +59,16 @@ def main() -> int:
     return 0 if set(counts) <= {"exact", "refused", "broken"} else 1
 
 
-def arguments() -> argparse.Namespace:
-    """What the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(
+    text: str | None = __doc__, record: str = "zoo.jsonl", records: str = "tests.zoo.entry:records"
+) -> argparse.Namespace:
+    """What the command line says; `records` is the function that measures an entry."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(records=records)
     parser.add_argument("zoo", help="a folder with zoo.py, which has build(name), and zoo_index.json")
     parser.add_argument("pattern", nargs="?", default="", help="a regular expression over the names")
     parser.add_argument("--tp", type=int, nargs="+", default=[2, 4], help="tensor-parallel sizes")
-    parser.add_argument("--record", default="zoo.jsonl", help="file that records are added to")
+    parser.add_argument("--record", default=record, help="file that records are added to")
     parser.add_argument("--jobs", type=int, default=2, help="entries at a time")
     parser.add_argument("--timeout", type=float, default=180, help="seconds per entry and size")
     return parser.parse_args()
@@ -114,22 +117,21 @@ def launch(name: str, sizes: tuple[int, ...], options: argparse.Namespace) -> Ru
     """A fork of its own for one entry, in a process group of its own."""
     ours, theirs = mp.Pipe(duplex=False)
     context = mp.get_context("fork")
-    process = context.Process(target=child, args=(theirs, options.zoo, name, sizes, options.timeout))
+    process = context.Process(target=child, args=(theirs, options.records, options.zoo, name, sizes, options.timeout))
     process.start()
     theirs.close()
     return Running(process, ours, name, sizes, time.monotonic() + options.timeout * 2 * len(sizes))
 
 
-def child(pipe: Connection, zoo: str, name: str, sizes: tuple[int, ...], seconds: float) -> None:
+def child(pipe: Connection, records: str, zoo: str, name: str, sizes: tuple[int, ...], seconds: float) -> None:
     """What the fork does."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-    from tests.zoo.entry import records
-
-    pipe.send(records(zoo, name, sizes, seconds))
+    module, _, function = records.partition(":")
+    pipe.send(getattr(importlib.import_module(module), function)(zoo, name, sizes, seconds))
 
 
 def collect(done: Running) -> list[dict[str, Any]]:

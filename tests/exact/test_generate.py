@@ -1,0 +1,88 @@
+"""Generation with sharded models: the tokens of the unsharded ones, caches of local heads, equal draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autotp.ranks import RankPool
+from tests.models.generating import GENERATING
+
+pytestmark = pytest.mark.slow
+SECONDS = 300.0
+
+
+def answers(ranks: RankPool, task: str, name: str, tp: int = 2, **payload: Any) -> list[Any]:
+    """What the ranks of the mesh answer."""
+    payload = {"name": name, "tp": tp, **payload}
+    return ranks.run(f"tests.exact.generate_tasks:{task}", payload, timeout=SECONDS)[:tp]
+
+
+def is_exact(found: dict[str, Any]) -> None:
+    """Equal tokens, and logits equal up to rounding."""
+    assert found["status"] == "exact", found
+
+
+@pytest.mark.parametrize("name", GENERATING)
+def test_greedy_search_gives_the_same_tokens(ranks: RankPool, name: str) -> None:
+    found = answers(ranks, "greedily", name)[0]
+    assert found["promoted"], "rounding may hide wrong values"
+    is_exact(found["dynamic"])
+    assert found["dynamic"]["different_tokens"] > 4, "nothing but one token over and over proves little"
+    if found["static"]["status"] != "unsupported":
+        is_exact(found["static"])
+    assert found["cut_share"] > 0.9
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_caches_are_made_of_local_heads(ranks: RankPool, name: str) -> None:
+    for shares in answers(ranks, "cache_share", name):
+        assert shares == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_sampling_with_seeds_of_their_own_gives_all_ranks_the_same_tokens(ranks: RankPool, name: str) -> None:
+    found = answers(ranks, "sampled", name)
+    assert found[0]["tokens"] == found[1]["tokens"]
+    assert found[0]["tokens"][0] != found[0]["tokens"][1], "every call drew the same"
+    for rank in found:
+        assert rank["again"] == rank["tokens"][0], "the same seed gave other tokens"
+        assert rank["after"] == rank["two_later"], "the user's generator does not go on by one number for each call"
+        assert rank["untouched"] == rank["at_first"], "greedy search drew from the user's generator"
+    assert found[0]["after"] != found[1]["after"]
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_beam_search(ranks: RankPool, name: str) -> None:
+    found = answers(ranks, "searched", name, options={"num_beams": 3})
+    for rank in found:
+        for one in rank["found"]:
+            is_exact(one)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_padded_batch_takes_another_path(ranks: RankPool, name: str) -> None:
+    for rank in answers(ranks, "searched", name, options={}, padded=True):
+        for one in rank["found"]:
+            is_exact(one)
+
+
+def test_tokens_looked_up_in_the_prompt_are_checked_some_at_once(ranks: RankPool) -> None:
+    for rank in answers(ranks, "searched", "llama", options={"prompt_lookup_num_tokens": 3}, one=True):
+        for one in rank["found"]:
+            is_exact(one)
+
+
+@pytest.mark.parametrize("cut_helper", [False, True], ids=["whole helper", "sharded helper"])
+def test_assisted_generation(ranks: RankPool, cut_helper: bool) -> None:
+    for rank in answers(ranks, "assisted", "llama", cut_helper=cut_helper):
+        for one in rank["found"]:
+            is_exact(one)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_filled_cache_is_gone_on_with(ranks: RankPool, name: str) -> None:
+    for rank in answers(ranks, "goes_on", name):
+        for one in rank:
+            is_exact(one)
