@@ -36,7 +36,12 @@ def main() -> None:
 def page(records: list[Record]) -> str:
     """The whole page."""
     records = sorted((r for r in records if r["status"] != "broken"), key=lambda r: (r["name"], r["tp"]))
-    parts = [HEAD, *(_summary(records, tp) for tp in sorted({r["tp"] for r in records}))]
+    entries = len({r["name"] for r in records})
+    parts = [
+        HEAD,
+        f"{entries} entries are in this record.\n\n",
+        *(_summary(records, tp) for tp in sorted({r["tp"] for r in records})),
+    ]
     bad = [r for r in records if r["status"] != "exact"]
     parts.append(_not_exact(bad) if bad else "")
     parts.append("## All entries\n\n| entry | tp | result | cut | fixups | collectives | what stayed whole |\n")
@@ -71,7 +76,9 @@ def _not_exact(records: list[Record]) -> str:
 
 def _why(record: Record) -> str:
     text = record.get("text") or "; ".join(record.get("problems", [])) or record.get("first_bad", "")
-    return text.strip().splitlines()[-1] if record["status"] in ("crashed", "hung") and text else text
+    if record["status"] == "hung":
+        return "no answer in the time given"
+    return text.strip().splitlines()[-1] if record["status"] == "crashed" and text else text
 
 
 def _line(record: Record) -> str:
