@@ -9,11 +9,13 @@ import autotp
 
 PUBLIC = [
     "AutotpError",
+    "BuildError",
     "Collective",
     "Finding",
     "InputError",
     "Memory",
     "MeshError",
+    "OpView",
     "Plan",
     "PlanError",
     "ProofError",
@@ -23,8 +25,13 @@ PUBLIC = [
     "SpecError",
     "StrictError",
     "VerifyError",
+    "WeightsError",
     "__version__",
+    "load",
+    "materialize",
+    "on_meta",
     "plan",
+    "register_rule",
     "shard",
     "verify",
 ]
