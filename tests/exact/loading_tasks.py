@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
 from autotp.comparing import local
 from autotp.errors import AutotpError
-from tests.harness.tasks import mesh_of
+from tests.harness.tasks import grid_of, mesh_of
 from tests.models import hf, registry
 from tests.models.common import Built, Entry, finish, floats
 
@@ -134,7 +134,7 @@ def mesh_for(shape: tuple[int, ...]) -> DeviceMesh:
     """A mesh of the first ranks, or (dp, tp)."""
     if len(shape) == 1:
         return mesh_of(shape[0])
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    return grid_of(shape, ("dp", "tp"))
 
 
 def full(x: Tensor) -> Tensor:

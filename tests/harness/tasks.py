@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autotp.measuring import Apply, Figures, Inputs, Settings, measure
 
@@ -20,6 +20,12 @@ from autotp.measuring import Apply, Figures, Inputs, Settings, measure
 def mesh_of(tp: int) -> DeviceMesh:
     """The first `tp` ranks as a mesh with one axis, `tp`; made on all ranks, the same object at every call."""
     return DeviceMesh("cpu", list(range(tp)), mesh_dim_names=("tp",))
+
+
+@functools.cache
+def grid_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """All ranks as a mesh of several axes; the same object at every call, as each new group is a chance to stall."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def find(path: str) -> Any:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
 from autotp.comparing import local
+from tests.harness.tasks import grid_of
 from tests.models import registry
 
 
@@ -36,7 +36,7 @@ def _varied(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def train_step(payload: dict[str, Any]) -> dict[str, float | bool]:
     """Gradients, clipped norm and one AdamW step on 2 x 2 ranks; errors relative to the largest value."""
     names = payload["names"]
-    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
+    mesh = grid_of((2,) * len(names), tuple(names))
     model, args, kwargs = registry.build(payload["model"])
     copies = 2 ** (len(names) - 2)  # as many examples as data-parallel ranks
     args = tuple(_float64(a).repeat(copies, *[1] * (a.ndim - 1)) for a in args)
@@ -76,7 +76,7 @@ def with_policies(payload: object) -> dict[str, Any]:
     """Options of ``fully_shard``: gradients in bfloat16 computation, parameters kept on the CPU and not resharded."""
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = grid_of((2, 2), ("dp", "tp"))
     model, args, kwargs = registry.build("hf:llama")
     expected = copy.deepcopy(model)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
