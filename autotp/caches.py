@@ -41,6 +41,8 @@ def _functions() -> list[Any]:
 def _holds_tensor(x: Any, depth: int) -> bool:
     if isinstance(x, Tensor):
         return True
+    if type(x).__module__.startswith("torch.distributed"):
+        return False  # a mesh that some ranks make anew would leave the others waiting
     if depth == 0 or isinstance(x, type) or (callable(x) and not isinstance(x, functools._lru_cache_wrapper)):
         return False
     return any(_holds_tensor(y, depth - 1) for y in gc.get_referents(x))

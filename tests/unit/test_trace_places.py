@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
 from autotp import caches, torch_hooks
@@ -56,6 +57,13 @@ def _number(n: int) -> int:
     return n
 
 
+@functools.lru_cache
+def _mesh(n: int) -> DeviceMesh:
+    mesh = DeviceMesh.__new__(DeviceMesh)  # as one that was made, which needs a process group
+    mesh.ranks = torch.arange(n)
+    return mesh
+
+
 class _Remembers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -66,8 +74,9 @@ class _Remembers(nn.Module):
 
 
 def test_functions_that_remember_tensors_are_emptied_and_others_kept() -> None:
-    _remembered(3), _number(3)
+    _remembered(3), _number(3), _mesh(2)
     caches.forget_tensors()
+    assert _mesh.cache_info().currsize == 1, "a mesh made again by some ranks leaves the others waiting"
     assert _remembered.cache_info().currsize == 0
     assert _number.cache_info().currsize > 0
 
