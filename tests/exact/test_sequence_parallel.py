@@ -12,7 +12,7 @@ from tests.models.sequence import ODD
 
 pytestmark = pytest.mark.slow
 
-OTHERS = ("tv:", "timm:convnext", "user:mixer", "user:keywords")
+OTHERS = ("tv:", "timm:convnext", "user:mixer", "user:keywords", "user:recurrent")
 TRANSFORMERS = [name for name in registry.names() if not name.startswith(OTHERS)]
 
 
