@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,7 +20,7 @@ from autotp.comparing import local
 from autotp.errors import AutotpError
 from tests.harness.tasks import grid_of, mesh_of
 from tests.models import hf, registry
-from tests.models.common import Built, Entry, finish, floats
+from tests.models.common import Built, Entry, finish, floats, tokens
 
 
 def mixtral() -> Built:
@@ -78,7 +78,9 @@ def original(name: str) -> Built:
 
 
 def empty(name: str, way: str) -> nn.Module:
-    """The same model without values."""
+    """The same model without values, or with others."""
+    if way == "other values":
+        return entry(name).build()[0].double().eval()
     if way == "on_meta":
         return autotp.on_meta(lambda: entry(name).build()[0]).double().eval()
     with torch.device("meta"):
@@ -198,6 +200,46 @@ def tied(model: nn.Module) -> dict[str, str]:
     return {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
 
 
+def completed(payload: dict[str, Any]) -> dict[str, Any] | None:
+    """A parameter that the files lack is drawn afterwards, the others are the file's."""
+    mesh = mesh_of(2)
+    ids = tokens(512)
+    made = shared_folder(lambda folder: _headless(folder / "model.safetensors"))
+    if mesh.get_coordinate() is None:
+        removed(made)
+        return None
+    model = autotp.on_meta(Headed)
+    autotp.load(model, made, mesh, sample=ids, allow_missing=["head.*"])
+    meta = [n for n, p in model.named_parameters() if p.is_meta]
+    autotp.materialize(model, seed=4)
+    torch.manual_seed(4)
+    expected = Headed()
+    expected.load_state_dict(load_file(made), strict=False)
+    wrong = [n for n, p in model.named_parameters() if not torch.equal(full(p), expected.get_parameter(n))]
+    removed(made)
+    return {"meta": meta, "wrong": wrong}
+
+
+class Headed(nn.Module):
+    """A body with a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(512, 16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.head = nn.Linear(16, 512)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Scores."""
+        x = self.embed(ids)
+        return self.head(x + self.down(torch.relu(self.up(x))))
+
+
+def _headless(path: Path) -> Path:
+    torch.manual_seed(1)
+    save_file({name: x for name, x in Headed().state_dict().items() if "head" not in name}, path)
+    return path
+
+
 # ---------------------------------------------------------------- what goes wrong
 
 
@@ -228,8 +270,6 @@ def refused(payload: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _changed(path: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
-    from safetensors.torch import load_file
-
     state = load_file(path)
     change(state)
     other = path.parent / f"rank-{dist.get_rank()}.safetensors"

@@ -36,7 +36,7 @@ def test_models(ranks: RankPool, name: str, tp: int) -> None:
     check(ranks, name, (tp,), kind, "on_meta" if name == "user:nanogpt" else "meta")
 
 
-@pytest.mark.parametrize("way", ["meta", "on_meta", "sharded"])
+@pytest.mark.parametrize("way", ["meta", "on_meta", "sharded", "other values"])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_uneven_parts(ranks: RankPool, tp: int, way: str) -> None:
     check(ranks, "uneven", (tp,), "one", way)
@@ -60,6 +60,12 @@ def test_on_one_rank(ranks: RankPool, name: str) -> None:
     assert rest == [None] * 3
     assert answer["wrong"] == answer["meta"] == []
     assert answer["share"] == 1.0
+
+
+def test_what_a_file_lacks_is_drawn(ranks: RankPool) -> None:
+    for answer in ranks.run("tests.exact.loading_tasks:completed", {}, timeout=SECONDS)[:2]:
+        assert answer["meta"] == ["head.weight", "head.bias"]
+        assert answer["wrong"] == []
 
 
 @pytest.mark.parametrize("bad", [None, 1], ids=["on all ranks", "on one rank"])
