@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from autotp import inputs, sequence, trace
 from autotp.analysis import Analysis, analyse
@@ -60,7 +60,8 @@ def plan(
         model: any module; its parameters may be on meta.
         tp: number of tensor-parallel ranks; or give ``mesh`` as ``"tp=8,dp=4"`` or a ``DeviceMesh``.
         sample: example inputs, ``(args, kwargs)``, a dict of keyword inputs or a tensor; only shapes, dtypes and
-            integer values matter. Inferred where left out.
+            integer values matter. Or a function that runs the model as you will (some calls with a cache, say): it is
+            called with a copy of the model on shapes. Inferred where left out.
         rules: ``{"glob": "style"}``, choices of your own; they win, the last one that matches counts.
         sequence_parallel: between the cut layers, each rank works on a slice of the tokens (norms, dropouts, residual
             adds), where the analysis finds that it can.
@@ -121,7 +122,7 @@ def prepare(
         collectives=collectives_of(analysis, programs),
         memory=Memory.of(rows),
         findings=(*forced.findings(), *_tokens(told), *_whole(rows), *map(_unknown, unknown)),
-        sample=inputs.format_sample(args, kwargs),
+        sample="a function" if record.drive is not None else inputs.format_sample(args, kwargs),
         sequence_parallel=sequence_parallel,
     )
     if strict:
@@ -134,6 +135,8 @@ def example(model: nn.Module, sample: Any, tokens: int = 1) -> tuple[tuple[Any, 
 
     They are made longer if they have fewer ``tokens`` and the model then still runs.
     """
+    if callable(sample) and not isinstance(sample, Tensor):
+        return (), {}, _driven(model, sample)
     records: list[trace.Trace] = []
 
     def attempt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
@@ -157,6 +160,19 @@ def example(model: nn.Module, sample: Any, tokens: int = 1) -> tuple[tuple[Any, 
             return (*longer, records[0])
         records[:] = [before]
     return args, kwargs, records[0]
+
+
+def _driven(model: nn.Module, run: Any) -> trace.Trace:
+    """The record of a function of the user's that runs the model."""
+    try:
+        record = trace.trace(model, (), {}, drive=trace.Drive(lambda m, *_: run(m)))
+    except Exception as e:
+        raise InputError(
+            f"{type(model).__name__} does not run on shapes by the function given as sample: {type(e).__name__}: {e}"
+        ) from e
+    if not record.modules:
+        raise InputError(f"the function given as sample does not call the {type(model).__name__} that it is given")
+    return record
 
 
 def _tokens(told: tuple[str, ...]) -> list[Finding]:

@@ -11,6 +11,7 @@ Nouns
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -201,6 +202,12 @@ class Recorder:
     def note_objects(self, tree: Any) -> None:
         """Remember the objects among the arguments or results of the model."""
         self.objects += [x for x in flatten(tree)[0] if is_object(x)]
+
+    def note_inputs(self, tids: Iterable[int]) -> None:
+        """What code outside of the model hands to it may have any content, and may want a gradient."""
+        for info in (self.trace.tensors[t] for t in tids):
+            if info.leaf is None and (info.dtype.is_floating_point or info.dtype.is_complex):
+                info.grad, info.real = True, False
 
     def note_held(self) -> None:
         """The tensors that the objects hold by now."""

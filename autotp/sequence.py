@@ -34,7 +34,7 @@ def unfolded(
     """The same analysis of a record in which every block ran: streams run through all of them."""
     if not found.trace.skipped:
         return found
-    full = trace(model, args, kwargs, fold=False)
+    full = trace(model, args, kwargs, fold=False, drive=found.trace.drive)
     return analyse(model, args, kwargs, found.dealing.tp, force, full)
 
 

@@ -91,6 +91,7 @@ def _watch(module: nn.Module, rec: Recorder, paths: dict[int, str]) -> None:
         if parent < 0:
             rec.turn(paths[id(m)])
             rec.note_objects((args, kwargs))
+            rec.note_inputs(inputs.values())
         run = ModuleCall(index, paths[id(m)], parent, inputs, len(rec.trace.calls), kinds=kinds(m, args, kwargs))
         rec.trace.modules.append(run)
         rec.stack.append(index)

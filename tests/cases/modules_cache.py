@@ -33,8 +33,9 @@ class Store(nn.Module):
 class CachedAttention(nn.Module):
     """Grouped attention over everything in the cache up to now."""
 
-    def __init__(self, inside: bool) -> None:
+    def __init__(self, inside: bool, apart: bool) -> None:
         super().__init__()
+        self.apart = apart  # a single token goes another way
         self.q, self.o = nn.Linear(D, HEADS * HD, bias=False), nn.Linear(HEADS * HD, D, bias=False)
         self.k, self.v = nn.Linear(D, KV * HD, bias=False), nn.Linear(D, KV * HD, bias=False)
         self.store = Store() if inside else None
@@ -54,18 +55,27 @@ class CachedAttention(nn.Module):
             keys[:, :, start : start + length] = k
             values[:, :, start : start + length] = v
         seen = torch.arange(ROOM)[None] <= at[:, None]
+        if self.apart and length == 1:
+            return self.o(self.one(q, keys[:, :, : start + 1], values[:, :, : start + 1]))
         keys, values = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (keys, values))
         y = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
         return self.o(y.transpose(1, 2).reshape(batch, length, -1))
+
+    def one(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of one token: each group of heads with its keys."""
+        grouped = q.unflatten(1, (keys.shape[1], -1)).squeeze(3)
+        scores = torch.einsum("bghd,bgtd->bght", grouped, keys) / HD**0.5
+        y = torch.einsum("bght,bgtd->bghd", scores.softmax(-1), values)
+        return y.flatten(1).unsqueeze(1)
 
 
 class CachedBlock(nn.Module):
     """Attention and MLP."""
 
-    def __init__(self, inside: bool) -> None:
+    def __init__(self, inside: bool, apart: bool) -> None:
         super().__init__()
         self.first, self.second = RMSNorm(D), RMSNorm(D)
-        self.attention, self.mlp = CachedAttention(inside), PackedGate(2 * D, D)
+        self.attention, self.mlp = CachedAttention(inside, apart), PackedGate(2 * D, D)
 
     def forward(self, x: Tensor, start: int, cache: Pair | None) -> Tensor:
         """With residuals."""
@@ -76,11 +86,11 @@ class CachedBlock(nn.Module):
 class CachedDecoder(nn.Module):
     """Two layers; the cache is given (`inside=False`), or in buffers of its own."""
 
-    def __init__(self, inside: bool) -> None:
+    def __init__(self, inside: bool, apart: bool = False) -> None:
         super().__init__()
         self.inside, self.n_kv, self.head_dim, self.room = inside, KV, HD, ROOM
         self.emb, self.head = nn.Embedding(VOCABULARY, D), nn.Linear(D, VOCABULARY, bias=False)
-        self.blocks = nn.ModuleList(CachedBlock(inside) for _ in range(2))
+        self.blocks = nn.ModuleList(CachedBlock(inside, apart) for _ in range(2))
 
     def forward(self, ids: Tensor, start: int = 0, caches: list[Pair] | None = None) -> Tensor:
         """Logits of the tokens given."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from autotp.measuring import Inputs, Settings
 from autotp.promotion import widen, widen_model
 
 STEPS = 16
+SHORT = {"max_new_tokens", "min_new_tokens"}
 CACHES: dict[str, dict[str, Any]] = {"dynamic": {}, "static": {"cache_implementation": "static"}}
 # What a forward takes and generate does not, or makes itself.
 NOT_GENERATED = {
@@ -36,6 +38,7 @@ class Expected:
     """A call of generate that works unsharded, and what it gives with each kind of cache (or why it does not)."""
 
     call: dict[str, Any]
+    options: dict[str, Any]
     settings: Settings
     outputs: dict[str, dict[str, Tensor] | str]
 
@@ -83,22 +86,23 @@ def expected(model: nn.Module, inputs: Inputs, settings: Settings | None = None)
     settings = settings or Settings(backward=False)
     wide = widen_model(copy.deepcopy(model), settings.dtype)
     first: Exception | None = None
-    for call in ways(model, *inputs):
+    for call, options in itertools.product(ways(model, *inputs), (greedy(), {"max_new_tokens": STEPS})):
         try:
-            tokens(wide, call, settings, **greedy(2))
+            tokens(wide, call, settings, **{**options, **dict.fromkeys(options.keys() & SHORT, 2)})
         except Exception as error:
             first = first or error
         else:
-            return Expected(call, settings, {kind: _attempt(wide, call, settings, kind) for kind in CACHES})
+            found = {kind: _attempt(wide, call, settings, {**options, **extra}) for kind, extra in CACHES.items()}
+            return Expected(call, options, settings, found)
     why = f"{type(first).__name__}: {first}"
     if settings.promote:
         return expected(model, inputs, replace(settings, promote=False, dtype=torch.float32, obstacle=why[:300]))
     raise VerifyError(f"the unsharded model does not generate: {why}") from first
 
 
-def _attempt(model: nn.Module, call: Any, settings: Settings, kind: str) -> dict[str, Tensor] | str:
+def _attempt(model: nn.Module, call: Any, settings: Settings, options: Any) -> dict[str, Tensor] | str:
     try:
-        return tokens(model, call, settings, **greedy(), **CACHES[kind])
+        return tokens(model, call, settings, **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:300]
 
@@ -109,7 +113,7 @@ def compared(model: nn.Module, wanted: Expected, kind: str) -> dict[str, Any]:
     if isinstance(before, str):
         return {"status": "unsupported", "text": before}
     try:
-        found = tokens(model, wanted.call, wanted.settings, **greedy(), **CACHES[kind])
+        found = tokens(model, wanted.call, wanted.settings, **wanted.options, **CACHES[kind])
     except AutotpError as error:
         return {"status": "refused", "text": str(error)}
     except Exception as error:

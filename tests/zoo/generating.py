@@ -18,7 +18,7 @@ from autotp.mesh import as_mesh_axes
 from autotp.planning import Prepared, prepare
 from autotp.promotion import widen, widen_model
 from autotp.ranks import RankError, RankPool
-from tests.harness.generating import CACHES, Expected, compared, expected, given, greedy, worst
+from tests.harness.generating import CACHES, Expected, compared, expected, given, worst
 from tests.harness.tasks import mesh_of
 from tests.zoo.entry import build
 
@@ -70,7 +70,7 @@ def _planned(model: nn.Module, wanted: Expected, tp: int, dealt: Dealt) -> dict[
     plans: dict[Any, list[Planned]] = {}
     for kind, options in CACHES.items():
         if not isinstance(wanted.outputs[kind], str):
-            kwargs = {**given(wanted.call, wanted.settings), **greedy(), **options}
+            kwargs = {**given(wanted.call, wanted.settings), **wanted.options, **options}
             with wanted.settings.mode():
                 mode = generation.mode_of(model, (), kwargs)
                 plans[mode] = [generation.plan_generate(model, (), kwargs, tp, dealt)]
