@@ -56,8 +56,8 @@ class Dealing:
         """For every group (by its name, a node) the rank it was dealt to; -1 where nothing is cut."""
         nodes, own = self.own.nodes, self.own
         rank_of = np.full(len(nodes.parent), -1)
-        if own.rank_nodes:
-            rank_of[own.rank_nodes : own.rank_nodes + self.tp] = np.arange(self.tp)
+        if nodes.rank is not None:
+            rank_of = nodes.rank.copy()
         members = []
         for tid, dim in own.cut.items():
             base, n = own.base[tid, dim], own.shape(tid)[dim]

@@ -23,7 +23,7 @@ from autotp.record import Op, Trace
 
 Rule = Callable[["Ownership", Op], None]
 RULES: dict[Any, Rule] = {}
-FIRST_NODE = 1  # of the nodes that stand for ranks, where a layout is given
+FIRST_NODE = 1  # where a layout is given: of those that stand for what each rank has of things computed before
 
 
 def rule(*packets: str) -> Callable[[Rule], Rule]:
@@ -111,8 +111,11 @@ class Ownership:
         self.tried: list[tuple[str, np.ndarray]] = []  # operations cut as trials allow, and the groups of their results
         self.base: dict[tuple[int, int], int] = {}
         self.new_room: dict[int, Room] = {}
-        self.rank_nodes = self.nodes.allocate(tp) if choices.dealt else 0  # the first of a node per rank
-        assert self.rank_nodes in (0, FIRST_NODE)
+        if choices.dealt:
+            first = self.nodes.allocate(tp)
+            assert first == FIRST_NODE
+            for rank in range(tp):
+                self.nodes.give(np.array([first + rank]), rank)
         self.at = self.start = 0
         self.made_by = {t: op for op in trace.ops for t in op.outs if t >= 0 and t not in op.writes}
         self.made_in = {t: op.call for op in reversed(trace.ops) for t in op.outs if t >= 0}
@@ -143,8 +146,7 @@ class Ownership:
             dim, per_rank = self.choices.dealt[tid]
             self.cut[tid] = dim
             for rank, mine in enumerate(per_rank):
-                nodes = self.base[tid, dim] + np.asarray(mine, dtype=np.int64)
-                self.nodes.union(nodes, np.full(len(nodes), self.rank_nodes + rank))
+                self.nodes.give(self.base[tid, dim] + np.asarray(mine, dtype=np.int64), rank)
 
     # ------------------------------------------------------------ reading
     def shape(self, tid: int) -> tuple[int, ...]:
@@ -229,7 +231,7 @@ class Ownership:
         if not differ.any():
             return True
         x, y = x[differ], y[differ]
-        if not self.streams.may_merge(x, y, self.at):
+        if not self.streams.may_merge(x, y, self.at) or self.nodes.parts_ranks(x, y):
             return False
         cores = [core(w).reshape(-1).numpy() for w in watched]
         if min(self.nodes.groups_after(x, y, *cores)) < self.tp:

@@ -16,12 +16,34 @@ class Nodes:
 
     def __init__(self) -> None:
         self.parent = np.zeros(1, dtype=np.int64)
+        self.rank: np.ndarray | None = None  # of every group the rank that has it already, where a layout is given
 
     def allocate(self, n: int) -> int:
         """Make ``n`` new nodes and return the first."""
         base = len(self.parent)
         self.parent = np.concatenate([self.parent, np.arange(base, base + n)])
+        if self.rank is not None:
+            self.rank = np.concatenate([self.rank, np.full(n, -1)])
         return base
+
+    def give(self, nodes: np.ndarray, rank: int) -> None:
+        """A rank has these already."""
+        if self.rank is None:
+            self.rank = np.full(len(self.parent), -1)
+        self.rank[self.find(nodes)] = rank
+
+    def parts_ranks(self, a: np.ndarray, b: np.ndarray) -> bool:
+        """Whether merging ``a`` and ``b`` pairwise would join groups that two ranks have already."""
+        if self.rank is None:
+            return False
+        names, inverse = np.unique(np.concatenate([self.find(a), self.find(b)]), return_inverse=True)
+        joined = _joined(len(names), inverse[: len(a)], inverse[len(a) :])
+        mine = self.rank[names]
+        groups, mine = joined[mine >= 0], mine[mine >= 0]
+        low, high = np.full(len(names), len(names) + mine.max(initial=0)), np.full(len(names), -1)
+        np.minimum.at(low, groups, mine)
+        np.maximum.at(high, groups, mine)
+        return bool((high > low).any())
 
     def find(self, a: np.ndarray) -> np.ndarray:
         """The group that each node of ``a`` belongs to, named by its smallest node."""
@@ -44,22 +66,32 @@ class Nodes:
 
     def union(self, a: np.ndarray, b: np.ndarray) -> None:
         """Merge the group of ``a[i]`` with that of ``b[i]`` for every i."""
-        _union(self.parent, self.find(a), self.find(b))
+        ra, rb = self.find(a), self.find(b)
+        _union(self.parent, ra, rb)
+        if self.rank is not None:
+            old = np.unique(np.concatenate([ra, rb]))
+            np.maximum.at(self.rank, self.find(old), self.rank[old])
 
     def groups_after(self, a: np.ndarray, b: np.ndarray, *watched: np.ndarray) -> list[int]:
         """How many groups each ``watched`` node array would have, were ``a`` and ``b`` merged pairwise."""
         ra, rb = self.find(a), self.find(b)
         watch = [np.unique(self.find(w)) for w in watched]
         names, inverse = np.unique(np.concatenate([ra, rb, *watch]), return_inverse=True)
-        parent = np.arange(len(names))
-        _union(parent, inverse[: len(ra)], inverse[len(ra) : len(ra) + len(rb)])
-        while not np.array_equal(parent, parent[parent]):
-            parent = parent[parent]
+        parent = _joined(len(names), inverse[: len(ra)], inverse[len(ra) : len(ra) + len(rb)])
         out, at = [], len(ra) + len(rb)
         for w in watch:
             out.append(len(np.unique(parent[inverse[at : at + len(w)]])))
             at += len(w)
         return out
+
+
+def _joined(n: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The group of each of ``n`` things, merged pairwise."""
+    parent = np.arange(n)
+    _union(parent, a, b)
+    while not np.array_equal(parent, parent[parent]):
+        parent = parent[parent]
+    return parent
 
 
 def _union(parent: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
