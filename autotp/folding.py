@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, TypeVar
 
 from autotp.plan_types import Collective, Finding, Row
@@ -116,28 +116,47 @@ def unfold_name(pattern: str) -> list[str]:
 
 
 def module_order(names: Iterable[str]) -> list[int]:
-    """Positions of the names in the order of `named_parameters`: depth first, numbers counted up.
+    """Positions of the names, layer by layer: numbers counted up, and as they come within a layer.
 
-    The names must come as a fold lists them: each module's children in order.
+    The names must come as a fold lists them: the parts of each layer in order.
     """
-    root: dict[str | None, Any] = {}
-    for position, name in enumerate(names):
-        node = root
-        for part in name.split("."):
-            node = node.setdefault(part, {})
-        node.setdefault(None, []).append(position)
+    return _by_layer([(position, name.split(".")) for position, name in enumerate(names)])
+
+
+def _by_layer(entries: list[tuple[int, list[str]]]) -> list[int]:
+    stacks: dict[tuple[str, ...], dict[int, list[tuple[int, list[str]]]]] = {}
+    for position, parts in entries:
+        at = next((i for i, part in enumerate(parts) if _is_number(part)), None)
+        path, number = (tuple(parts[:at]), int(parts[at])) if at is not None else ((*parts, f"\0{position}"), 0)
+        rest = parts[at + 1 :] if at is not None else []
+        stacks.setdefault(path, {}).setdefault(number, []).append((position, rest))
     order: list[int] = []
-    _walk(root, order)
+    for layers in stacks.values():
+        for number in sorted(layers):
+            inside = layers[number]
+            order += _by_layer(inside) if any(rest for _, rest in inside) else [position for position, _ in inside]
     return order
 
 
-def _walk(node: dict[str | None, Any], order: list[int]) -> None:
-    order += node.pop(None, [])
-    names = [name for name in node if name is not None]
-    if all(_is_number(name) for name in names):
-        names.sort(key=int)
-    for name in names:
-        _walk(node[name], order)
+def in_order(folds: Sequence[Fold], names: Sequence[str]) -> list[Fold]:
+    """The folds, each before those that follow it in any layer (layers of two kinds have parts of their own)."""
+    of = {i: k for k, fold in enumerate(folds) for i in fold.members}
+    after: dict[int, set[int]] = {k: set() for k in range(len(folds))}
+    for i, (name, following) in enumerate(pairwise(names)):
+        if of[i] != of[i + 1] and _same_layer(name, following):
+            after[of[i]].add(of[i + 1])
+    placed: list[int] = []
+    waiting = list(after)
+    while waiting:
+        free = (k for k in waiting if not any(k in after[other] for other in waiting if other != k))
+        placed.append(next(free, waiting[0]))  # a circle: the order cannot be kept, and whoever folds will see
+        waiting.remove(placed[-1])
+    return [folds[k] for k in placed]
+
+
+def _same_layer(a: str, b: str) -> bool:
+    pairs = zip(a.split("."), b.split("."), strict=False)
+    return all(x == y for x, y in pairs if _is_number(x) and _is_number(y))
 
 
 # Texts that mention the numbers of their own name

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autotp.errors import PlanError
-from autotp.folding import as_template, fold_names, module_order, named, unfold_name
+from autotp.folding import as_template, fold_names, in_order, module_order, named, unfold_name
 from autotp.lookup import nearest, shape_text
 from autotp.plan_types import STYLES, Collective, Finding, Memory, Plan, Row
 
@@ -99,7 +99,7 @@ def _read_call(entry: dict[str, Any]) -> Collective:
 def _folded(section: str, items: tuple[Any, ...]) -> list[Any] | None:
     """The items folded, or None if that would lose their order."""
     marked = [as_template(item) for item in items]
-    folds = fold_names([(name, blank) for name, blank in marked])
+    folds = in_order(fold_names([(name, blank) for name, blank in marked]), [name for name, _ in marked])
     short = [named(marked[fold.members[0]][1], fold.pattern) for fold in folds]
     return short if _restored(section, short, ()) == items else None
 
@@ -125,13 +125,16 @@ def save(plan: Plan, path: str | Path, *, command: str | None = None) -> None:
 
 
 def load(path: str | Path) -> Plan:
-    """Read a plan from TOML."""
+    """Read a plan from TOML, or from what `autotp plan --json` printed."""
     try:
-        return loads(Path(path).read_text(encoding="utf-8"), where=str(path))
+        text = Path(path).read_text(encoding="utf-8")
+        return from_dict(json.loads(text), str(path)) if str(path).endswith(".json") else loads(text, where=str(path))
     except OSError as error:
         raise PlanError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise PlanError(f"{path}: not a text file: {error}") from error
+    except json.JSONDecodeError as error:
+        raise PlanError(f"{path}: not JSON: {error}") from error
 
 
 def loads(text: str, where: str = "plan") -> Plan:

@@ -187,7 +187,8 @@ class Prover:
         numbers = edit.numbers.setdefault(self.rank, {})
         if call.index in self.dealing.own.scaled and not numbers:
             self._scale_counts(call, edit, leaves, numbers)
-        tags = self._tags(call, leaves)
+        with torch_hooks.no_modes():
+            tags = self._tags(call, leaves)
         if tags is not None:
             self.moves.append((call, leaves, spec))
         error = "no number in its arguments makes it fit"
@@ -233,7 +234,8 @@ class Prover:
         ):
             return f"gives {shapes} where a rank's part is {wanted}"
         if tags is not None:
-            return self._moved_wrong(call, tried, leaves, spec, tags)
+            with torch_hooks.no_modes():  # else the numbered elements would be recorded, and kept
+                return self._moved_wrong(call, tried, leaves, spec, tags)
         if self._other_numbers(call, self._numbers(tried, leaves), tried):
             return "gets other numbers on a rank's part"
         return None

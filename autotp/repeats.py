@@ -10,6 +10,7 @@ and records again in full if it is not so. The proof does not run dropped blocks
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -65,10 +66,18 @@ class Repeats:
 
     @staticmethod
     def _classes(container: nn.Module) -> dict[Any, list[nn.Module]]:
-        classes: dict[Any, list[nn.Module]] = {}
+        alike: dict[Any, list[tuple[int, nn.Module, list[int]]]] = {}
         for i, child in enumerate(container._modules.values()):
             if child is not None and any(True for _ in child.parameters()):
-                classes.setdefault(_signature(child, i), []).append(child)
+                numbers: list[int] = []
+                alike.setdefault(_signature(child, numbers), []).append((i, child, numbers))
+        classes: dict[Any, list[nn.Module]] = {}
+        for key, members in alike.items():
+            # a number that is every member's own position tells them apart no more than their names do
+            own = {j for j in range(len(members[0][2])) if all(numbers[j] == i for i, _, numbers in members)}
+            for _, child, numbers in members:
+                kept = tuple(n for j, n in enumerate(numbers) if j not in own)
+                classes.setdefault((key, kept), []).append(child)
         return {k: ms for k, ms in classes.items() if len(ms) > 3 and len({id(m) for m in ms}) == len(ms)}
 
     def _forward(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,23 +245,37 @@ class SameRun:
 
 
 def whole_edges(trace: Any, is_cut: Callable[[int], bool]) -> bool:
-    """Whether every skipped run, and the run it stands for, gets and gives whole tensors only."""
+    """Whether every skipped run, and the run it stands for, gets and gives whole tensors only.
+
+    What a block returns and nobody reads (attention weights, often) does not count.
+    """
+    readers: dict[int, list[int]] = {}
+    for op in trace.ops:
+        for t in op.ins:
+            readers.setdefault(t, []).append(op.call)
+    returned = set(trace.outputs)
+
+    def used(m: Any, t: int) -> bool:
+        return t in returned or any(not m.start <= c < m.stop for c in readers.get(t, ()))
+
     for m in trace.modules:
         if m.same_as >= 0:
-            like = trace.modules[m.same_as]
-            edges = (*m.inputs.values(), *m.outputs.values(), *like.inputs.values(), *like.outputs.values())
-            if any(is_cut(t) for t in edges):
-                return False
+            for run in (m, trace.modules[m.same_as]):
+                if any(map(is_cut, run.inputs.values())):
+                    return False
+                if any(is_cut(t) and used(run, t) for t in run.outputs.values()):
+                    return False
     return True
 
 
-def _signature(module: nn.Module, position: int) -> Any:
+def _signature(module: nn.Module, numbers: list[int]) -> Any:
+    """All that tells one module from another, but for the integers in its attributes, which are added to `numbers`."""
     params = tuple(
         (n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module._parameters.items() if p is not None
     )
     buffers = tuple((n, _buffer(b)) for n, b in module._buffers.items() if b is not None)
-    attributes = tuple((k, _value(v, position, 0)) for k, v in module.__dict__.items() if k not in _OWN)
-    children = tuple((n, _signature(c, position)) for n, c in module._modules.items() if c is not None)
+    attributes = tuple((k, _value(v, numbers, 0)) for k, v in module.__dict__.items() if k not in _OWN)
+    children = tuple((n, _signature(c, numbers)) for n, c in module._modules.items() if c is not None)
     return type(module), params, buffers, attributes, children, module.training
 
 
@@ -261,16 +284,19 @@ def _buffer(b: Tensor) -> Any:
     return tuple(b.shape), b.dtype, b.numpy().tobytes() if small and b.dtype != torch.bfloat16 else None
 
 
-def _value(v: Any, position: int, depth: int) -> Any:
-    if type(v) is int and v == position:
-        return "its position"
+def _value(v: Any, numbers: list[int], depth: int) -> Any:
+    if type(v) is int:
+        numbers.append(v)
+        return "a number"
     if isinstance(v, _PLAIN):
-        return v
+        return type(v), v
     if isinstance(v, (list, tuple, set, frozenset)) and depth < 3:
-        return type(v), tuple(_value(x, position, depth + 1) for x in v)
+        return type(v), tuple(_value(x, numbers, depth + 1) for x in v)
     if isinstance(v, dict) and depth < 3:
-        return tuple((str(k), _value(x, position, depth + 1)) for k, x in v.items())
+        return tuple((str(k), _value(x, numbers, depth + 1)) for k, x in v.items())
     if isinstance(v, types.FunctionType):
-        cells = tuple(_value(c.cell_contents, position, depth + 1) for c in v.__closure__ or ()) if depth < 3 else id(v)
+        cells = tuple(_value(c.cell_contents, numbers, depth + 1) for c in v.__closure__ or ()) if depth < 3 else id(v)
         return v.__code__, cells
+    if isinstance(v, functools.partial) and depth < 3:
+        return tuple(_value(x, numbers, depth + 1) for x in (v.func, v.args, v.keywords))
     return v if isinstance(v, type) else id(v)

@@ -12,12 +12,14 @@ from autotp.program import NormEdit, ResultEdit
 from autotp.record import Call, Trace
 from autotp.trees import Ref
 
+Placed = list[tuple[int, Collective]]  # each with the call that it belongs to
+
 
 def collectives_of(analysis: Analysis, programs: dict[str, ModuleProgram]) -> tuple[Collective, ...]:
     """All collectives of one forward and backward on the sample, forward ones first, each in the order of the run."""
     trace = analysis.trace
-    forward: list[Collective] = []
-    backward: list[Collective] = []
+    forward: Placed = []
+    backward: Placed = []
     entered: set[int] = set()
     used: set[tuple[int, int]] = set()
     edge = {
@@ -32,24 +34,23 @@ def collectives_of(analysis: Analysis, programs: dict[str, ModuleProgram]) -> tu
         for i, e in edit.operands.items():
             tid = c.leaves[i].tid
             if e.gather and _first_use(trace, c, tid, used):
-                forward.append(_one(analysis, where, "all_gather", "forward", tid))
+                forward.append((c.index, _one(analysis, where, "all_gather", "forward", tid)))
             if e.enter and e.slice and e.stream is not None:
-                backward.append(_one(analysis, where, "all_gather", "backward", tid))
+                backward.append((c.index, _one(analysis, where, "all_gather", "backward", tid)))
             elif e.enter and e.unless is None and (trace.tensors[tid].parameter or tid not in entered):
                 entered.add(tid)
-                backward.append(
-                    _one(analysis, _place(trace, edge, c.module, tid) or where, "all_reduce", "backward", tid)
-                )
+                at, path = _place(trace, edge, c.module, tid) or (c.index, where)
+                backward.append((at, _one(analysis, path, "all_reduce", "backward", tid)))
         if edit.norm is not None:
             both = _statistics(analysis, c, edit.norm)
-            forward.append(Collective(module=where, kind=both[0], when="forward", bytes=both[1]))
-            backward.append(Collective(module=where, kind="all_reduce", when="backward", bytes=both[1]))
+            forward.append((c.index, Collective(module=where, kind=both[0], when="forward", bytes=both[1])))
+            backward.append((c.index, Collective(module=where, kind="all_reduce", when="backward", bytes=both[1])))
         for i, r in edit.results.items():
             if isinstance(c.outs[i], Ref):
                 tid = c.outs[i].tid
                 kinds = _of_result(r, trace.tensors[tid].grad)
-                forward += [_one(analysis, where, kind, "forward", tid) for kind in kinds[0]]
-                backward += [_one(analysis, where, kind, "backward", tid) for kind in kinds[1]]
+                forward += [(c.index, _one(analysis, where, kind, "forward", tid)) for kind in kinds[0]]
+                backward += [(c.index, _one(analysis, where, kind, "backward", tid)) for kind in kinds[1]]
     return (*_with_skipped(trace, forward), *_with_skipped(trace, backward))
 
 
@@ -78,29 +79,23 @@ def _statistics(analysis: Analysis, call: Call, edit: NormEdit) -> tuple[str, in
     return ("all_reduce", size) if edit.norm.kind == "rms" else ("all_gather", 2 * len(edit.parts) * size)
 
 
-def _with_skipped(trace: Trace, found: list[Collective]) -> list[Collective]:
-    """Skipped blocks communicate like the block that ran for them, right after it."""
-    after: dict[str, list[str]] = {}
-    for path, like in trace.skipped:
-        after.setdefault(like, []).append(path)
-    out: list[Collective] = []
-    pending: tuple[str, list[Collective]] = ("", [])
-    for c in [*found, None]:
-        like = next((p for p in after if c is not None and (c.module == p or c.module.startswith(p + "."))), "")
-        if like != pending[0]:
-            for path in after.get(pending[0], []):
-                out += [replace(x, module=path + x.module[len(pending[0]) :]) for x in pending[1]]
-            pending = (like, [])
-        if c is not None:
-            out.append(c)
-            pending[1].append(c)
-    return out
+def _with_skipped(trace: Trace, found: Placed) -> list[Collective]:
+    """In the order of the run, with those of skipped blocks, which communicate like the block that ran for them."""
+    placed = [((at, 1, 0), c) for at, c in found]
+    for m in trace.modules:
+        if m.same_as >= 0:
+            like = trace.modules[m.same_as]
+            inside = [c for at, c in found if like.start <= at < like.stop]
+            inside = [c for c in inside if f"{c.module}.".startswith(f"{like.path}.")]
+            placed += [((m.start, 0, m.index), replace(c, module=m.path + c.module[len(like.path) :])) for c in inside]
+    return [c for _, c in sorted(placed, key=lambda pair: pair[0])]
 
 
-def _place(trace: Trace, edge: dict[tuple[int, int], str], module: int, tid: int) -> str | None:
+def _place(trace: Trace, edge: dict[tuple[int, int], str], module: int, tid: int) -> tuple[int, str] | None:
+    """The module around a call at whose edge a tensor is entered, and the first call in it."""
     while module >= 0:
         if (module, tid) in edge:
-            return str(edge[module, tid])
+            return trace.modules[module].start, str(edge[module, tid])
         module = trace.modules[module].parent
     return None
 

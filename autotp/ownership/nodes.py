@@ -12,18 +12,21 @@ from torch import Tensor
 
 
 class Nodes:
-    """A union-find over arrays. Node 0 is never handed out."""
+    """A union-find over arrays. Node 0 is never handed out, and those at the end not yet."""
 
     def __init__(self) -> None:
         self.parent = np.zeros(1, dtype=np.int64)
+        self.used = 1
         self.rank: np.ndarray | None = None  # of every group the rank that has it already, where a layout is given
 
     def allocate(self, n: int) -> int:
         """Make ``n`` new nodes and return the first."""
-        base = len(self.parent)
-        self.parent = np.concatenate([self.parent, np.arange(base, base + n)])
-        if self.rank is not None:
-            self.rank = np.concatenate([self.rank, np.full(n, -1)])
+        base, size = self.used, len(self.parent)
+        self.used += n
+        if self.used > size:
+            self.parent = np.concatenate([self.parent, np.arange(size, 2 * self.used)])
+            if self.rank is not None:
+                self.rank = np.concatenate([self.rank, np.full(2 * self.used - size, -1)])
         return base
 
     def give(self, nodes: np.ndarray, rank: int) -> None:
@@ -130,6 +133,8 @@ def compress(o: Tensor) -> Tensor:
             first = o.narrow(d, 0, 1)
             if bool((o == first).all()):
                 o = first
+    if o.untyped_storage().nbytes() > 4 * o.numel() * o.itemsize:
+        o = o.clone()  # else the few numbers kept would hold all the memory they were found in
     return o.expand(shape)
 
 
