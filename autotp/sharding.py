@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from autotp import construction, torch_hooks
+from autotp import construction, torch_compat, torch_hooks
 from autotp.data_parallel import Fsdp, apply_fsdp, check_fsdp
 from autotp.errors import MeshError, PlanError
 from autotp.extending import Dealt, layouts_of
@@ -136,7 +136,8 @@ def apply(model: nn.Module, mesh: DeviceMesh, prepared: Prepared, *, fsdp: Fsdp 
     if axes.tp == 1:
         return apply_fsdp(model, mesh, axes, fsdp) if data else model
     tp_mesh = mesh if mesh.ndim == 1 else mesh[axes.tp_name or "tp"]
-    ranks = Ranks(tp_mesh.get_group(), tp_mesh.get_local_rank(), tp_mesh.size())
+    alone = torch_compat.root_size(tp_mesh) == axes.tp
+    ranks = Ranks(tp_mesh.get_group(), tp_mesh.get_local_rank(), axes.tp, alone)
     _agree(prepared.plan, ranks)
     _share_first(model, ranks)
     _cut(model, prepared, tp_mesh, ranks)

@@ -63,6 +63,12 @@ def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 _gather_op = getattr(_funcol, "all_gather_single", None) or _funcol.all_gather_tensor
 
 
+def root_size(mesh: DeviceMesh) -> int:
+    """How many ranks the mesh has that a mesh was taken from; its own number if it was taken from none."""
+    root = getattr(mesh, "_root_mesh", None)
+    return (root or mesh).size()
+
+
 def all_gather(local: torch.Tensor, dim: int, mesh: DeviceMesh, axis: int) -> torch.Tensor:
     """Equal-sized locals of one mesh axis, concatenated along `dim` in rank order."""
     gathered = _gather_op(local.contiguous(), gather_dim=dim, group=(mesh, axis))

@@ -36,6 +36,7 @@ class Ranks:
     group: Any
     rank: int
     size: int
+    alone: bool = True  # not one group of a mesh that has several
 
     @cached_property
     def first(self) -> int:

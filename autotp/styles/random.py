@@ -1,14 +1,17 @@
 """Random numbers: the same on all ranks for whole tensors, a rank's own inside cut regions.
 
-Before a forward that draws, the group agrees on a seed drawn from the first rank's generator; the user's generator goes
-on after it as if one number had been drawn. Everything then follows from the state of the default generator, so
-activation checkpointing, which saves and restores that state, recomputes the same masks.
+Before a forward that draws, the ranks take over the state of the first rank's generators: whole tensors are drawn as
+the unsharded model draws them. Groups beside other ones (data-parallel axes) must draw apart: each takes a seed drawn
+from its first rank's generator and that rank's number, and goes on afterwards as if one number had been drawn.
+Everything then follows from the state of the default generator, so activation checkpointing, which saves and restores
+that state, recomputes the same masks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,48 +61,73 @@ def own_draws(ranks: Ranks) -> Iterator[None]:
         _restore(states)
 
 
-def agreed_seed(ranks: Ranks) -> int:
-    """A seed drawn from the first rank's generator; every rank's generator goes on by one number."""
-    device = "cuda" if dist.get_backend(ranks.group) == "nccl" else "cpu"
-    seed = torch.tensor(_draw_seed(), device=device)
-    dist.broadcast(seed, ranks.first, group=ranks.group)
-    return _mixed(int(seed), ranks.first)
+@dataclass(frozen=True)
+class Draws:
+    """States of the generators, one per device: before, where all ranks begin, and where this one goes on."""
+
+    untouched: list[Any]
+    start: list[Any]
+    after: list[Any] | None  # None: where the draws ended
+
+    def begin(self) -> None:
+        """Draw as all ranks of the group do, from the start."""
+        _restore(self.start)
+
+    def end(self) -> None:
+        """Let the user's generators go on; as they were if nothing was drawn."""
+        drawn = any(not torch.equal(a, b) for a, b in zip(self.start, _states(), strict=False))
+        if not drawn or self.after is not None:
+            _restore(self.after if drawn and self.after is not None else self.untouched)
+
+
+def agreed(ranks: Ranks) -> Draws:
+    """What the group draws, by its first rank's generators; a collective."""
+    own = _states()
+    theirs = _first_ranks(own, ranks)
+    if ranks.alone and all(map(torch.equal, own, theirs)):
+        return Draws(own, own, None)
+    _draw_seed()
+    after = _states()
+    if not ranks.alone:
+        _restore(theirs)
+        _seed(_mixed(_draw_seed(), ranks.first))
+        theirs = _states()
+    return Draws(own, theirs, after)
+
+
+def _first_ranks(states: list[Any], ranks: Ranks) -> list[Any]:
+    """The first rank's states."""
+    flat = torch.cat(states)
+    flat = flat.cuda() if dist.get_backend(ranks.group) == "nccl" else flat
+    dist.broadcast(flat, ranks.first, group=ranks.group)
+    return list(flat.cpu().split([len(s) for s in states]))
 
 
 @contextmanager
 def drawing_alike(ranks: Ranks) -> Iterator[Callable[[], None]]:
-    """Inside, all ranks of the group draw the same numbers; calling what it gives begins them again.
-
-    The user's generators go on afterwards as if one number had been drawn, or as they were if none was drawn inside.
-    """
-    untouched = _states()
-    number = agreed_seed(ranks)
-    after = _states()
-    _seed(number)
-    start = _states()
+    """Inside, all ranks of the group draw the same numbers; calling what it gives begins them again."""
+    draws = agreed(ranks)
+    draws.begin()
     try:
-        yield lambda: _seed(number)
+        yield draws.begin
     finally:
-        drawn = any(not torch.equal(a, b) for a, b in zip(start, _states(), strict=False))
-        _restore(after if drawn else untouched)
+        draws.end()
 
 
 class SharedDraws(torch_hooks.Hook):
-    """Hooks around the whole model's forward that make the group draw alike (data-parallel groups draw apart)."""
+    """Hooks around the whole model's forward that make the group draw alike."""
 
     def __init__(self, ranks: Ranks, always: bool) -> None:
         self.ranks, self.always = ranks, always
-        self.kept: list[Any] = []
+        self.kept: list[Draws | None] = []
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not (self.always or module.training):
-            self.kept.append(None)
-            return
-        seed = agreed_seed(self.ranks)
-        self.kept.append(_states())
-        _seed(seed)
+        draws = agreed(self.ranks) if self.always or module.training else None
+        self.kept.append(draws)
+        if draws is not None:
+            draws.begin()
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        states = self.kept.pop()
-        if states is not None:
-            _restore(states)
+        draws = self.kept.pop()
+        if draws is not None:
+            draws.end()

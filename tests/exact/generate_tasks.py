@@ -78,23 +78,21 @@ def sampled(payload: dict[str, Any]) -> dict[str, Any] | None:
     """Two samples drawn with seeds that differ from rank to rank, and what the user's generator gives next."""
     if dist.get_rank() >= payload["tp"]:
         return None
-    model, inputs, _ = built(payload["name"])
+    model, inputs, reference = built(payload["name"])
     model = sharded(model, inputs, payload["tp"])
     call, own = call_of(payload["name"]), 40 + dist.get_rank()
     torch.manual_seed(own)
     drawn = [_sample(model, call) for _ in range(2)]
     after = torch.rand(3).tolist()
-    torch.manual_seed(own)
-    again = _sample(model, call)
+    torch.manual_seed(40)
+    again = [_sample(reference, call) for _ in range(2)]
+    unsharded_after = torch.rand(3).tolist()
     torch.manual_seed(own)
     tokens(model, call, SETTINGS, **greedy(3))
     untouched = torch.rand(3).tolist()
     torch.manual_seed(own)
-    torch.randint(0, 2**62, ()), torch.randint(0, 2**62, ())
-    two_later = torch.rand(3).tolist()
-    torch.manual_seed(own)
     return {
-        "tokens": drawn, "again": again, "after": after, "two_later": two_later, "untouched": untouched,
+        "tokens": drawn, "again": again, "after": after, "unsharded_after": unsharded_after, "untouched": untouched,
         "at_first": torch.rand(3).tolist(),
     }  # fmt: skip
 

@@ -18,8 +18,18 @@ from autotp.measuring import Apply, Figures, Inputs, Settings, measure
 
 @functools.cache
 def mesh_of(tp: int) -> DeviceMesh:
-    """The first `tp` ranks as a mesh with one axis, `tp`; made on all ranks, the same object at every call."""
-    return DeviceMesh("cpu", list(range(tp)), mesh_dim_names=("tp",))
+    """The first `tp` ranks as a mesh with one axis, `tp`; the same object at every call.
+
+    torch names a group by how many a rank has made. Ranks that make this one in a task in which the others have no
+    part would be one ahead of those, and wait forever for them at the next group: so it is not counted.
+    """
+    if dist.get_rank() >= tp:
+        return DeviceMesh("cpu", list(range(tp)), mesh_dim_names=("tp",), _init_backend=False)
+    world = dist.distributed_c10d._world
+    count, world.group_count = world.group_count, 1000 + tp
+    group = dist.new_group(list(range(tp)), use_local_synchronization=True)
+    world.group_count = count
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
 
 
 @functools.cache
