@@ -7,7 +7,7 @@ that sees whole tensors only, or in the end a parameter left whole), so it ends.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -358,23 +358,31 @@ def analyse(
     tp: int,
     force: Force | None = None,
     record: Trace | None = None,
+    closed: Collection[str] = (),
 ) -> Analysis:
     """Find a proved program for ``tp`` ranks, from a record of the model's run if there is one already.
 
     ``force`` may fix the cut of parameters (None: whole): it gets what each dim of each parameter is to its layer.
+    The outputs of the modules ``closed`` are gathered in any case.
     """
     record = record or trace(model, args, kwargs)
     record.draws = draws(model, args, kwargs, record)
     try:
-        return _search(model, args, kwargs, tp, force, record)
+        return _search(model, args, kwargs, tp, force, record, closed)
     except Refold:
         full = trace(model, args, kwargs, fold=False, drive=record.drive)
         full.draws = record.draws
-        return _search(model, args, kwargs, tp, force, full)
+        return _search(model, args, kwargs, tp, force, full, closed)
 
 
 def _search(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tp: int, force: Force | None, record: Trace
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tp: int,
+    force: Force | None,
+    record: Trace,
+    closed: Collection[str],
 ) -> Analysis:
     dims: dict[str, int | None] = {}
     if force is not None:
@@ -389,5 +397,7 @@ def _search(
     if record.folds and record.skipped and len(dims) != sum(t in forced for t in record.leaves.values()):
         raise Refold
     fixed = frozenset(c.index for c in record.calls if c.fixed)
-    found = Search(model, args, kwargs, record, tp, Choices(forced, opaque=fixed)).run()
+    gather = frozenset(t for m in record.modules if m.path in closed for t in m.outputs.values())
+    notes = dict.fromkeys(gather, "by choice")
+    found = Search(model, args, kwargs, record, tp, Choices(forced, gather, fixed), notes).run()
     return replace(found, chosen=frozenset(forced))

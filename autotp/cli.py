@@ -8,11 +8,15 @@ before a command needs it, so that `--help` is quick.
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autotp.errors import AutotpError
+
+if TYPE_CHECKING:
+    from autotp.commands import Request
+    from autotp.display import Notes
 
 FINE, FINDINGS, BAD_INPUT, OUR_FAULT, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -49,8 +53,18 @@ Rules = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="GLOB=STYLE", help="Your choice for these parameters; may be repeated."),
 ]
-PlanFile = Annotated[str | None, typer.Option("--plan", metavar="FILE", help="Take the choices of a saved plan.")]
+PlanFile = Annotated[
+    str | None,
+    typer.Option("--plan", metavar="FILE", help="Take the choices of a saved plan, or of a tp_plan dict in a .json."),
+]
 Save = Annotated[str | None, typer.Option(metavar="FILE", help="Write the plan as TOML.")]
+Shipped = Annotated[
+    bool,
+    typer.Option(
+        "--diff-shipped",
+        help="Compare with the tp_plan that transformers ships; exit 1 if it is unsound, or cuts what we leave whole.",
+    ),
+]
 Strict = Annotated[bool, typer.Option("--strict", help="Exit 1 if a weight that could be cut was left whole.")]
 Dtype = Annotated[str, typer.Option(help="Floating point type to compute with.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -87,6 +101,7 @@ def plan(
     json: Json = False,
     wide: Wide = False,
     strict: Strict = False,
+    diff_shipped: Shipped = False,
     debug: Debug = False,
 ) -> int:
     """Show how every parameter would be cut, what it costs, and why."""
@@ -97,6 +112,8 @@ def plan(
     request = commands.Request(
         model=model, tp=tp, dp=dp, sequence_parallel=sp, sample=sample, rules=rules or (), plan_file=plan_file
     )
+    if diff_shipped:
+        return _diff_shipped(request, notes, json=json, wide=wide)
     made = commands.make_plan(request, notes)
     if save:
         commands.save_plan(made, save, sys.argv[1:])
@@ -109,6 +126,18 @@ def plan(
     for finding in whole:
         notes.warning(f"{finding.code} {finding.where}: {finding.message}")
     return FINDINGS if whole else FINE
+
+
+def _diff_shipped(request: Request, notes: Notes, *, json: bool, wide: bool) -> int:
+    from autotp import commands
+    from autotp.display import comparison_sections, show
+
+    comparison = commands.compare_shipped(request, notes)
+    if json:
+        typer.echo(commands.json_text(comparison.to_dict()))
+    else:
+        show(comparison_sections(comparison), wide=wide)
+    return FINE if comparison.ok else FINDINGS
 
 
 @app.command(epilog=_epilog("verify torchvision:resnet18 --tp 2", "verify model.py:build --plan model.toml"))
@@ -129,7 +158,7 @@ def verify(
     from autotp.display import Notes, report_sections, show
 
     saved = commands.load_plan(plan_file)
-    ranks = tp or (saved.tp if saved else 2)
+    ranks: int = tp or getattr(saved, "tp", None) or 2
     choices = commands.read_rules(rules or ()) or None
     with Notes(quiet=json).working(f"verifying {model} on {ranks} ranks"):
         from autotp.verification import verify_spec

@@ -8,14 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from autotp import foreign
 from autotp.errors import PlanError, RuleError, SpecError
 from autotp.folding import fold_findings
+from autotp.foreign import ForeignPlan
 from autotp.lookup import find_row, nearest, neighbours
 from autotp.plan_types import STYLES, Finding, Plan
 from autotp.plans_io import row_dict
 
 if TYPE_CHECKING:
     from autotp.display import Notes
+    from autotp.models import LoadedModel
+    from autotp.shipped import Comparison
     from autotp.verification import Report
 
 WHOLE = "TP-WHOLE"
@@ -36,7 +40,21 @@ class Request:
 
 def make_plan(request: Request, notes: Notes) -> Plan:
     """Load the model and plan it; where a saved plan chose otherwise, its choices win, and what stays is told."""
-    saved = load_plan(request.plan_file)
+    return _planned(request, notes)[0]
+
+
+def compare_shipped(request: Request, notes: Notes) -> Comparison:
+    """Plan the model, and compare with what transformers ships for it."""
+    made, loaded = _planned(request, notes)
+    with notes.working("comparing with the shipped plan"):
+        from autotp.shipped import compare
+
+        return compare(loaded.model, made, read_sample(request.sample) or loaded.sample)
+
+
+def _planned(request: Request, notes: Notes) -> tuple[Plan, LoadedModel]:
+    given = load_plan(request.plan_file)
+    saved = given if isinstance(given, Plan) else None
     ranks = request.tp or (saved.tp if saved else None)
     if ranks is None:
         raise SpecError("Missing option --tp: over how many ranks to cut, as --tp 8", code="TP-USAGE")
@@ -49,13 +67,15 @@ def make_plan(request: Request, notes: Notes) -> Plan:
         options: dict[str, Any] = {"mesh": f"tp={ranks},dp={request.dp}"} if request.dp else {"tp": ranks}
         options["sample"] = read_sample(request.sample) or loaded.sample
         options["sequence_parallel"] = request.sequence_parallel or (saved is not None and saved.sequence_parallel)
+        if isinstance(given, ForeignPlan):
+            options["plan"] = given
         made = plan(loaded.model, **options, rules=rules or None)
         if saved and (choices := _other_choices(saved, made, str(request.plan_file))):
             made = plan(loaded.model, **options, rules={**choices, **rules})
     made = replace(made, model=loaded.name)
     if saved and (changes := saved.diff(replace(made, model=saved.model))):
         notes.warning(f"this is not the plan of {request.plan_file}; there -> here:\n{changes}")
-    return made
+    return made, loaded
 
 
 def _other_choices(saved: Plan, made: Plan, path: str) -> dict[str, str]:
@@ -74,9 +94,9 @@ def _other_choices(saved: Plan, made: Plan, path: str) -> dict[str, str]:
     }
 
 
-def load_plan(path: str | None) -> Plan | None:
-    """The saved plan, if a file was named."""
-    return Plan.load(path) if path else None
+def load_plan(path: str | None) -> Plan | ForeignPlan | None:
+    """The plan in a file, if one was named: ours, or (a .json of styles) one of transformers."""
+    return foreign.load(path)
 
 
 def read_rules(texts: Sequence[str]) -> dict[str, str]:

@@ -16,12 +16,14 @@ from autotp.analysis import Analysis, analyse
 from autotp.at_rest import cut_at_rest
 from autotp.construction import with_buffers
 from autotp.errors import InputError, PlanError, StrictError
+from autotp.foreign import ForeignPlan, load
+from autotp.foreign_proof import as_text, by_hand, judge
 from autotp.hoisting import Hoisting, ModuleProgram
 from autotp.layouts import Layout
 from autotp.mesh import MeshAxes, as_mesh_axes
 from autotp.plan_types import Finding, Memory, Plan, Row
 from autotp.reasons import rows_of
-from autotp.rules import choices_of, resolve
+from autotp.rules import Forced, choices_of, resolve
 from autotp.traffic import collectives_of
 
 
@@ -50,6 +52,7 @@ def plan(
     mesh: Any = None,
     sample: Any = None,
     rules: Mapping[str, str] | None = None,
+    plan: Plan | Mapping[str, Any] | str | Path | None = None,
     sequence_parallel: bool = False,
     min_bytes: int = 0,
     strict: bool = False,
@@ -65,16 +68,20 @@ def plan(
         rules: ``{"glob": "style"}``, choices of your own; they win, the last one that matches counts.
         sequence_parallel: between the cut layers, each rank works on a slice of the tokens (norms, dropouts, residual
             adds), where the analysis finds that it can.
+        plan: choices to follow, all of them, after proof: a :class:`Plan` or a path to one, a dict of transformers'
+            styles (``model.tp_plan``) or a JSON file of one, or a dict of torch's own ``ParallelStyle`` objects.
         min_bytes: parameters smaller than this stay whole.
         strict: raise if a weight matrix that could hold data is left whole.
 
     Raises:
-        AutotpError: no example inputs, a rule that matches nothing or cannot be followed, an unknown mesh axis.
+        AutotpError: no example inputs, a rule that matches nothing or cannot be followed, an unknown mesh axis, a
+            plan that does not fit the model or is unsound: then each wrong row is named, with what would be wrong.
     """
     axes = axes_of(tp, mesh)
     return prepare(
-        model, axes, sample=sample, rules=rules, sequence_parallel=sequence_parallel, min_bytes=min_bytes, strict=strict
-    ).plan
+        model, axes, sample=sample, rules=rules, plan=plan, sequence_parallel=sequence_parallel,
+        min_bytes=min_bytes, strict=strict,
+    ).plan  # fmt: skip
 
 
 def axes_of(tp: int | None, mesh: Any) -> MeshAxes:
@@ -90,7 +97,7 @@ def prepare(
     *,
     sample: Any = None,
     rules: Mapping[str, str] | None = None,
-    plan: Plan | str | Path | None = None,
+    plan: Plan | Mapping[str, Any] | str | Path | None = None,
     sequence_parallel: bool = False,
     min_bytes: int = 0,
     strict: bool = False,
@@ -98,16 +105,20 @@ def prepare(
     """Plan, and keep the proved program that the plan stands for."""
     if not any(True for _ in model.parameters()):
         raise PlanError(f"{type(model).__name__} has no parameters: there is nothing to cut")
-    plan = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    sequence_parallel = sequence_parallel or (plan is not None and plan.sequence_parallel)
-    forced = resolve(model, rules, plan, min_bytes)
+    given = load(plan)
+    foreign = given if isinstance(given, ForeignPlan) else None
+    own = given if isinstance(given, Plan) else None
+    sequence_parallel = sequence_parallel or (own is not None and own.sequence_parallel)
+    forced = resolve(model, rules, own, min_bytes)
     if axes.tp == 1:
         return _alone(model, axes)
-    force = partial(choices_of, model, forced) if forced.styles or forced.by_size else None
     told: tuple[str, ...] = ()
     with with_buffers(model) as unknown:
         args, kwargs, record = example(model, sample, tokens=axes.tp if sequence_parallel else 1)
-        analysis = analyse(model, args, kwargs, axes.tp, force, record)
+        if foreign is not None:
+            record = _follow(model, args, kwargs, record, foreign, axes.tp, forced, sequence_parallel)
+        force = partial(choices_of, model, forced) if forced.styles or forced.by_size else None
+        analysis = analyse(model, args, kwargs, axes.tp, force, record, forced.closed)
         if sequence_parallel:
             whole = sequence.unfolded(model, args, kwargs, force, analysis)
             analysis, told = sequence.cut_tokens(model, args, kwargs, whole)
@@ -121,13 +132,39 @@ def prepare(
         parameters=rows,
         collectives=collectives_of(analysis, programs),
         memory=Memory.of(rows),
-        findings=(*forced.findings(), *_tokens(told), *_whole(rows), *map(_unknown, unknown)),
+        findings=(
+            *forced.findings(),
+            *(by_hand(analysis, forced.counted) if foreign else ()),
+            *_tokens(told),
+            *_whole(rows),
+            *map(_unknown, unknown),
+        ),
         sample="a function" if record.drive is not None else inputs.format_sample(args, kwargs),
         sequence_parallel=sequence_parallel,
     )
     if strict:
         _refuse_whole(made)
     return Prepared(made, analysis, programs)
+
+
+def _follow(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    record: trace.Trace,
+    plan: ForeignPlan,
+    tp: int,
+    forced: Forced,
+    sequence_parallel: bool,
+) -> trace.Trace:
+    """Make a foreign plan's choices ours, if it is sound; the record to plan by."""
+    if forced.styles or forced.by_size or sequence_parallel:
+        raise PlanError("rules, min_bytes and sequence_parallel cannot be joined with a plan that autotp did not make")
+    verdict, record = judge(model, args, kwargs, record, plan, tp)
+    if verdict.faults:
+        raise PlanError(as_text(verdict.faults, tp), code=verdict.faults[0].code)
+    forced.follow(verdict.dims, verdict.notes, closed=verdict.closed, counted=verdict.counted)
+    return record
 
 
 def example(model: nn.Module, sample: Any, tokens: int = 1) -> tuple[tuple[Any, ...], dict[str, Any], trace.Trace]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -38,6 +38,22 @@ class Forced:
     by_size: set[str] = field(default_factory=set)
     notes: list[Finding] = field(default_factory=list)
     saved: dict[str, int | None] = field(default_factory=dict)  # the dims of a plan's rows
+    closed: frozenset[str] = frozenset()  # modules whose outputs are gathered in any case
+    counted: frozenset[Any] = frozenset()  # calls that count what is cut, as the plan's check found
+
+    def follow(
+        self,
+        dims: Mapping[str, int | None],
+        notes: Sequence[Finding],
+        *,
+        closed: frozenset[str],
+        counted: frozenset[Any],
+    ) -> None:
+        """Take over all choices of a plan that says of every parameter along which dim it is cut."""
+        self.styles.update(dict.fromkeys(dims, ("this cut", "the plan")))
+        self.dims.update(dims)
+        self.notes += notes
+        self.closed, self.counted = closed, counted
 
     @property
     def at_rest(self) -> dict[str, int | None]:

@@ -89,7 +89,7 @@ def shard(
     model: nn.Module,
     mesh: DeviceMesh,
     *,
-    plan: Plan | str | Path | None = None,
+    plan: Plan | Mapping[str, Any] | str | Path | None = None,
     sample: Any = None,
     rules: Mapping[str, str] | None = None,
     sequence_parallel: bool = False,
@@ -108,7 +108,8 @@ def shard(
             ``dp_shard`` beside it gets ``fully_shard``, block by block (HSDP with ``dp_replicate``); each of its ranks
             gets its own part of the batch. ``fsdp=False`` leaves that to you;
             ``fsdp={"mp_policy": ..., "reshard_after_forward": ..., "offload_policy": ...}`` goes to ``fully_shard``.
-        plan: a :class:`Plan` or a path to one, applied as it is after proof.
+        plan: a :class:`Plan`, a path to one, or a dict of styles that transformers or torch use; applied as it is,
+            after proof.
         sample, rules, min_bytes, strict: as in :func:`autotp.plan`.
 
     Raises:

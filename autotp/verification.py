@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotp.errors import MeshError, VerifyError
+from autotp.foreign import ForeignPlan, load
 from autotp.plan_types import Finding, Plan
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def verify(
     mesh: DeviceMesh | None = None,
     sample: Any = None,
     rules: Mapping[str, str] | None = None,
-    plan: Plan | str | Path | None = None,
+    plan: Plan | ForeignPlan | Mapping[str, Any] | str | Path | None = None,
     dtype: torch.dtype | None = None,
     backward: bool = True,
     dropout: bool = False,
@@ -100,7 +101,7 @@ def verify(
         mesh: run on this mesh of the process group that is there; then all its ranks must call.
         sample: example inputs, as for `autotp.shard`; inferred if left out.
         rules: style overrides, as for `autotp.shard`.
-        plan: a plan or a path to one, as for `autotp.shard`.
+        plan: a plan, a path to one, or a dict of styles that transformers or torch use, as for `autotp.plan`.
         dtype: float64 unless given: there every difference beyond rounding shows.
         backward: whether to compare gradients and an optimizer step too.
         dropout: keep dropout on. Ranks draw their own inside a cut region, so outputs then differ.
@@ -114,7 +115,7 @@ def verify(
     """
     options = {"rules": rules, "sequence_parallel": sequence_parallel, "min_bytes": min_bytes, "strict": strict}
     payload = {"model": model, "sample": sample, "name": type(model).__name__}
-    payload["options"] = {**options, "plan": plan}
+    payload["options"] = {**options, "plan": load(plan)}
     payload["settings"] = {"dtype": dtype, "backward": backward, "dropout": dropout}
     _check_values(model)
     if mesh is None and not _in_process_group():
@@ -129,7 +130,7 @@ def verify_spec(
     *,
     sample: Any = None,
     rules: Mapping[str, str] | None = None,
-    plan: Plan | str | Path | None = None,
+    plan: Plan | ForeignPlan | Mapping[str, Any] | str | Path | None = None,
     dtype: torch.dtype | None = None,
     backward: bool = True,
     dropout: bool = False,
@@ -144,7 +145,7 @@ def verify_spec(
     loaded = load_spec(spec)  # mistakes in the spec show here, before any process is started
     options = {"rules": rules, "sequence_parallel": sequence_parallel, "min_bytes": min_bytes, "strict": strict}
     payload = {"spec": spec, "sample": sample, "name": loaded.name}
-    payload["options"] = {**options, "plan": plan}
+    payload["options"] = {**options, "plan": load(plan)}
     payload["settings"] = {"dtype": dtype, "backward": backward, "dropout": dropout}
     return _on_own_ranks(payload, tp, timeout)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from autotp.display.comparison import comparison_sections
 from autotp.display.html import html
 from autotp.display.report import report_sections
 from autotp.display.sections import plan_sections
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Notes",
+    "comparison_sections",
     "plan_html",
     "plan_renderable",
     "plan_sections",

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "autotp"
 LAYERS = (
     "errors",
     "plan_types",
+    "foreign",
     "mesh",
     "torch_compat",
     "layouts",
@@ -22,12 +23,14 @@ LAYERS = (
     "trace",
     "ownership",
     "program",
+    "foreign_proof",
     "planning",
     "plans_io",
     "styles",
     "generation",
     "sharding",
     "verification",
+    "shipped",
     "display",
     "commands",
     "cli",
@@ -41,7 +44,19 @@ HANDED_UP = {
     ("plan_types", "display"),
     ("verification", "display"),
 }
-LIGHT = ("errors", "plan_types", "folding", "lookup", "plans_io", "exports", "display", "commands", "cli")
+LIGHT = (
+    "errors",
+    "plan_types",
+    "folding",
+    "lookup",
+    "plans_io",
+    "exports",
+    "foreign",
+    "shipped",
+    "display",
+    "commands",
+    "cli",
+)
 
 
 def read_edges(package):
