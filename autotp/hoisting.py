@@ -6,11 +6,13 @@ once, at the edge of the lowest module that contains all its readers.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from autotp import torch_hooks
 from autotp.analysis import Analysis
+from autotp.errors import PlanError
 from autotp.ownership.dealing import Sets
 from autotp.program import CallEdit, Cuts, OperandEdit, ResultEdit
 from autotp.record import Call, ModuleCall
@@ -18,6 +20,24 @@ from autotp.trees import Ref
 
 Path = tuple[Any, ...]
 Site = tuple[Any, ...]
+Edge = tuple[str, Path]
+
+
+class Use(NamedTuple):
+    """An operand of a call, and which of its module's calls it is, whichever run."""
+
+    call: int
+    leaf: int
+    where: tuple[str, Site, int]
+
+
+class Place(NamedTuple):
+    """An input of one run of a module."""
+
+    module: str
+    path: Path
+    run: int
+    tid: int
 
 
 @dataclass
@@ -52,6 +72,9 @@ class Hoisting:
         self.a, self.trace = analysis, analysis.trace
         self.programs: dict[str, ModuleProgram] = {}
         self.edits = {c: _copy(e) for c, e in analysis.edits.items()}
+        self.runs: dict[str, list[int]] = defaultdict(list)
+        for m in self.trace.modules:
+            self.runs[m.path].append(m.index)
         self.written = {t for op in self.trace.ops for t in op.writes}
         self.readers: dict[int, list[Call]] = defaultdict(list)
         for c in self.trace.calls:
@@ -69,8 +92,14 @@ class Hoisting:
             if c.module >= 0:
                 runs[c.module, c.site].append(self.edits[c.index])
         for (module, site), edits in runs.items():  # of several runs, which are edited alike, the longest
-            calls = self._program(self.trace.modules[module].path).calls
-            calls[site] = max(calls.get(site, []), edits, key=len)
+            path = self.trace.modules[module].path
+            calls = self._program(path).calls
+            before = calls.get(site, [])
+            if any(a != b for a, b in zip(before, edits, strict=False)):
+                raise PlanError(
+                    f"{path}: its runs would have to be edited in different ways at {torch_hooks.describe_site(site)}"
+                )
+            calls[site] = max(before, edits, key=len)
         self._guards()
         for program in self.programs.values():
             program.calls = {site: _folded(edits) for site, edits in program.calls.items()}
@@ -158,39 +187,62 @@ class Hoisting:
 
     # ------------------------------------------------------------ inputs
     def _inputs(self) -> None:
-        wanted: dict[tuple[str, Path], set[int]] = defaultdict(set)
-        moved: dict[tuple[str, Path], list[tuple[Call, int]]] = defaultdict(list)
-        for c in self.trace.calls:
-            for i, edit in self.edits[c.index].operands.items():
-                place = self._highest(c, c.leaves[i].tid, edit)
-                if place is not None:
-                    m, path = place
-                    wanted[m.path, path].add(m.index)
-                    moved[m.path, path].append((c, i))
-        runs: dict[str, int] = defaultdict(int)
-        for m in self.trace.modules:
-            runs[m.path] += 1
-        for (module, path), where in wanted.items():
-            if len(where) == runs[module]:
-                uses = moved[module, path]
-                self._program(module).inputs[path] = self.edits[uses[0][0].index].operands[uses[0][1]]
-                for c, i in uses:
-                    self.edits[c.index].operands.pop(i, None)
+        places = self._places()
+        while True:
+            uses: dict[Edge, list[Use]] = defaultdict(list)
+            for use, found in places.items():
+                if found:
+                    uses[found[-1].module, found[-1].path].append(use)
+            stuck = {(use.where, use.leaf) for use, found in places.items() if not found}
+            bad = [
+                edge
+                for edge, of in uses.items()
+                if not self._whole(edge, [places[u][-1] for u in of], len(of))
+                or any((u.where, u.leaf) in stuck for u in of)  # reached in several runs: none or all move
+            ]
+            for use in [use for edge in bad for use in uses[edge]]:
+                places[use].pop()
+            if not bad:
+                break
+        for (module, path), of in uses.items():
+            self._program(module).inputs[path] = self.edits[of[0].call].operands[of[0].leaf]
+            for use in of:
+                self.edits[use.call].operands.pop(use.leaf)
 
-    def _highest(self, call: Call, tid: int, edit: OperandEdit) -> tuple[ModuleCall, Path] | None:
-        """The highest module run around a call that gets the tensor as an input which all its readers enter."""
-        if edit.gather or edit.slice or edit.once or not edit.enter or edit.stream is not None:
-            return None
-        best = None
-        at = call.module
+    def _places(self) -> dict[Use, list[Place]]:
+        """For every operand that is edited the edges that could do it instead, from the inside out."""
+        found = {}
+        turns: Counter[tuple[int, Site]] = Counter()
+        for c in self.trace.calls:
+            turn = turns[c.module, c.site]
+            turns[c.module, c.site] += 1
+            for i, edit in self.edits[c.index].operands.items():
+                where = (self.trace.module_path(c) if c.module >= 0 else "", c.site, turn)
+                found[Use(c.index, i, where)] = self._around(c, c.leaves[i].tid, edit)
+        return found
+
+    def _around(self, call: Call, tid: int, edit: OperandEdit) -> list[Place]:
+        """The module runs around a call that get the tensor as an input which all their readers enter."""
+        found: list[Place] = []
+        at = -1 if edit.gather or edit.slice or edit.once or not edit.enter or edit.stream is not None else call.module
         while at >= 0:
             m = self.trace.modules[at]
             paths = [p for p, t in m.inputs.items() if t == tid]
             if len(paths) != 1 or not self._all_enter(m, tid, edit):
                 break
-            best = (m, paths[0])
+            found.append(Place(m.path, paths[0], at, tid))
             at = m.parent
-        return best
+        return found
+
+    def _whole(self, edge: Edge, at: list[Place], uses: int) -> bool:
+        """Whether these uses are all of them, in every run of the module: the edge acts on all that reads the input."""
+        reading = sum(self._reading(self.trace.modules[p.run], p.tid) for p in set(at))
+        return {p.run for p in at} == set(self.runs[edge[0]]) and reading == uses
+
+    def _reading(self, m: ModuleCall, tid: int) -> int:
+        """How many operands inside a run of a module are this tensor."""
+        inside = [c for c in self.readers[tid] if m.start <= c.index < m.stop]
+        return sum(isinstance(x, Ref) and x.tid == tid for c in inside for x in c.leaves)
 
     def _all_enter(self, m: ModuleCall, tid: int, edit: OperandEdit) -> bool:
         inside = [c for c in self.readers[tid] if m.start <= c.index < m.stop]
@@ -213,12 +265,9 @@ class Hoisting:
                 paths = [p for p, t in m.outputs.items() if t == tid]
                 if len(paths) == 1:
                     wanted[m.path, paths[0]].append((c, i))
-        runs: dict[str, int] = defaultdict(int)
-        for m in self.trace.modules:
-            runs[m.path] += 1
         for (module, path), uses in wanted.items():
             results = {self.edits[c.index].results[i] for c, i in uses}
-            if len(uses) == runs[module] and len(results) == 1:
+            if len(uses) == len(self.runs[module]) and len(results) == 1:
                 self._program(module).outputs[path] = results.pop()
                 for c, i in uses:
                     self.edits[c.index].results.pop(i)

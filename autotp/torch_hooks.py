@@ -7,7 +7,7 @@ import opcode
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -192,10 +192,13 @@ def is_metadata(func: Any) -> bool:
     return name in _METADATA_NAMES
 
 
-def is_wrapped(args: tuple[Any, ...]) -> bool:
+def is_wrapped(args: Iterable[Any]) -> bool:
     """Whether a call is made under ``torch.vmap`` and the like, on tensors that stand for slices of others."""
-    tensors = [x for x in args if isinstance(x, Tensor)]
-    return any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors)
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return any(
+        is_wrapped(x) if isinstance(x, (tuple, list)) else isinstance(x, Tensor) and wrapped(x)  # an index is a tuple
+        for x in args
+    )
 
 
 @functools.cache

@@ -61,6 +61,22 @@ class Stack(nn.Module):
         return x
 
 
+class Positions(nn.Module):
+    """Projects its input, which other layers read too, and a table of its own by the same layers (as SEW-D does)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.norm, self.table = nn.LayerNorm(16), nn.Parameter(torch.randn(4, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.norm(self.table)
+        q, k, v = (f(x).view(4, 4, 4).transpose(0, 1) for f in (self.q, self.k, self.v))
+        pq, pk = (f(table).view(4, 4, 4).transpose(0, 1) for f in (self.q, self.k))
+        scores = q @ k.transpose(1, 2) + q @ pk.transpose(1, 2) + k @ pq.transpose(1, 2)
+        return self.o((scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
+
+
 class Mixing(torch.autograd.Function):
     """Elementwise forward; the backward mixes features."""
 
@@ -74,6 +90,12 @@ class Mixing(torch.autograd.Function):
 
 
 @functools.lru_cache
+def _masked(x: Tensor) -> Tensor:
+    allowed = torch.ones(4, 16, dtype=torch.bool).tril(3)
+    rows = torch.vmap(torch.vmap(lambda i, j: allowed[i, j] | (i == j), (None, 0)), (0, None))
+    return rows(torch.arange(4), torch.arange(16))[: len(x)].to(x.dtype)
+
+
 def _ramp(n: int) -> Tensor:
     return torch.linspace(0, 1, n, dtype=torch.float64)
 
@@ -134,6 +156,7 @@ _FORWARDS: dict[str, Forward] = {
     "weight times activation": lambda m, x: m.b((m.w @ x.view(2, 2, 16).transpose(1, 2)).transpose(1, 2).flatten(0, 1)),
     "groups counted by a shape": _depthwise,
     "slice over the parts": lambda m, x: m.b((m.a(x).relu()[:, 6:14].repeat(1, 2)) * 2),
+    "index under vmap": lambda m, x: m.b(m.a(x).relu() * _masked(x)),
     "first feature left out": lambda m, x: m.b(F.pad(m.a(x).relu()[:, 1:], (0, 1))),
     "function that remembers": lambda m, x: m.b((m.a(x) * _ramp(16)).relu()),
     "buffer rebound": _rebind,
@@ -164,6 +187,7 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     "blocks by function": lambda: Stack(
         [Layer(i, (lambda h: h.softmax(-1)) if i == 2 else (lambda h: h.relu())) for i in range(7)]
     ),
+    "layers run on an input and on a table": lambda: Stack([Positions(), Positions()]),
     "given by name": lambda: Pair(lambda m, x: m.b(F.relu(m.a(x)))),
     "module that planning did not reach": lambda: Pair(lambda m, x: m.b(F.relu(m.a(x)))),
 }
