@@ -282,9 +282,10 @@ class Lowering:
             mine = tags
             for d, per_rank in cuts:
                 mine = mine.index_select(d, _index(per_rank[r]))
-            coords = np.unravel_index(np.unique(mine.numpy()), shape)
-            axes = [np.unique(c) for c in coords]
-            if len(coords[0]) != np.prod([len(a) for a in axes]):
+            seen = np.zeros(shape, dtype=bool)
+            seen.reshape(-1)[mine.numpy()] = True
+            axes = [np.flatnonzero(seen.any(axis=tuple(o for o in dims if o != d))) for d in dims]
+            if seen.sum() != np.prod([len(a) for a in axes]):
                 raise CannotEdit(call.index, f"{call.name} would need scattered elements of an operand")
             for d, a in enumerate(axes):
                 dims[d].append(indices(a))
