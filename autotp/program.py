@@ -132,6 +132,7 @@ class Lowering:
         self.used |= {x.tid for c in self.trace.calls for x in c.outs if isinstance(x, Ref)}
         self.producer = {t: i for i, op in enumerate(self.trace.ops) for t in op.outs if t >= 0 and t not in op.writes}
 
+    @torch_hooks.unwatched
     def edits(self) -> dict[int, CallEdit]:
         """The edits of every call, before numbers are solved for."""
         return {c.index: self.call_edit(c) for c in self.trace.calls}

@@ -7,15 +7,18 @@ import opcode
 import os
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _aten = torch.ops.aten
 
@@ -180,6 +183,17 @@ _METADATA_NAMES = {
     "register_hook", "retain_grad", "untyped_storage", "storage", "data_ptr", "__deepcopy__", "__reduce_ex__",
 }  # fmt: skip
 _KEPT_PROPERTIES = {"T", "mT", "H", "mH", "real", "imag", "data"}
+
+
+def unwatched(function: Callable[P, T]) -> Callable[P, T]:
+    """Code of ours that computes with tensors of its own: modes of the caller need not see each of its calls."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return run
 
 
 @functools.cache

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from autotp import torch_hooks
 from autotp.ownership.nodes import Nodes, along, compress, core, pairs, varies
 from autotp.ownership.state import Count, Owned, State, Vec, Want, Weights
 from autotp.ownership.streams import Streams
@@ -317,6 +318,7 @@ class Ownership:
         self.states[tid] = state
 
     # ------------------------------------------------------------ the pass
+    @torch_hooks.unwatched
     def run(self) -> Ownership:
         from autotp.ownership import rules  # noqa: F401  (fills the tables)
 
@@ -405,7 +407,6 @@ def rule_of(func: Any) -> Rule | None:
 
 def find_rule(op: Op) -> Rule:
     """The rule for an operation: by name, by torch's pointwise tag, by trial, else everything whole."""
-    from autotp import torch_hooks
     from autotp.ownership import rules  # noqa: F401  (fills the table)
     from autotp.ownership.discovery import by_trial, may_be_tried
     from autotp.ownership.rules_pointwise import pointwise
