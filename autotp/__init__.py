@@ -7,8 +7,13 @@
     model = autotp.on_meta(Model, config)  # no memory for its parameters
     autotp.load(model, "folder/", mesh)    # each rank reads its part
 
+    autotp.save(model, "run/", optimizer=optimizer)    # a checkpoint
+    autotp.resume(model, "run/", optimizer=optimizer)  # on any number of ranks
+    autotp.export(model, "final/")                     # ordinary safetensors
+
 Everything is loaded on first use: `import autotp` does not import torch. `plan`, `shard`, `load`,
-`materialize`, `on_meta` and `verify` are functions, so no submodule may have one of these names.
+`materialize`, `on_meta`, `save`, `resume`, `export` and `verify` are functions, so no submodule may
+have one of these names.
 """
 
 from __future__ import annotations
@@ -17,10 +22,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autotp.checkpointing import Saving, resume, save
     from autotp.construction import on_meta
     from autotp.errors import (
         AutotpError,
         BuildError,
+        CheckpointError,
         InputError,
         MeshError,
         PlanError,
@@ -38,6 +45,7 @@ if TYPE_CHECKING:
     from autotp.sharding import shard
     from autotp.teaching import OpView, register_rule
     from autotp.verification import Report, verify
+    from autotp.weight_export import export
 
 __version__ = "0.1.0"
 
@@ -50,6 +58,10 @@ _HOMES = {
     "on_meta": "construction",
     "load": "loading",
     "materialize": "initialising",
+    "save": "checkpointing",
+    "resume": "checkpointing",
+    "Saving": "checkpointing",
+    "export": "weight_export",
     "Report": "verification",
     "Plan": "plan_types",
     "Row": "plan_types",
@@ -67,11 +79,13 @@ _HOMES = {
     "VerifyError": "errors",
     "WeightsError": "errors",
     "BuildError": "errors",
+    "CheckpointError": "errors",
 }
 
 __all__ = [
     "AutotpError",
     "BuildError",
+    "CheckpointError",
     "Collective",
     "Finding",
     "InputError",
@@ -84,16 +98,20 @@ __all__ = [
     "Report",
     "Row",
     "RuleError",
+    "Saving",
     "SpecError",
     "StrictError",
     "VerifyError",
     "WeightsError",
     "__version__",
+    "export",
     "load",
     "materialize",
     "on_meta",
     "plan",
     "register_rule",
+    "resume",
+    "save",
     "shard",
     "verify",
 ]

@@ -10,6 +10,7 @@
       StrictError     `strict=True` and a weight matrix that could hold data was left whole
       VerifyError     a verification that could not be run
       WeightsError    a weight file that cannot be read, or does not fit the model
+      CheckpointError a checkpoint that cannot be written or read, or does not fit the model
       BuildError      values that only the model's constructor knows, and that cannot be had from it
 
 A message says what, where, which numbers, and what to do about it.
@@ -87,6 +88,12 @@ class WeightsError(AutotpError):
     """A weight file that cannot be read, or that does not hold what the model needs."""
 
     default_code = "TP-WEIGHTS"
+
+
+class CheckpointError(AutotpError):
+    """A checkpoint that cannot be written or read, or that does not fit the model."""
+
+    default_code = "TP-CHECKPOINT"
 
 
 class BuildError(AutotpError):

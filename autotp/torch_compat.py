@@ -32,6 +32,8 @@ __all__ = [
     "all_gather",
     "chunk_of_spec",
     "chunks_here",
+    "default_store",
+    "default_timeout",
     "dtensor_spec",
     "fsdp_params",
     "set_fsdp_spec",
@@ -39,6 +41,7 @@ __all__ = [
     "guard_propagation",
     "local_of",
     "reduce_scatter",
+    "root_mesh",
     "wrap_local",
 ]
 
@@ -65,8 +68,26 @@ _gather_op = getattr(_funcol, "all_gather_single", None) or _funcol.all_gather_t
 
 def root_size(mesh: DeviceMesh) -> int:
     """How many ranks the mesh has that a mesh was taken from; its own number if it was taken from none."""
-    root = getattr(mesh, "_root_mesh", None)
-    return (root or mesh).size()
+    return root_mesh(mesh).size()
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that a mesh was taken from; itself if it was taken from none."""
+    root: DeviceMesh | None = getattr(mesh, "_root_mesh", None)
+    return root or mesh
+
+
+def default_store() -> dist.Store:
+    """The key-value store that the processes of the default group met at."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def default_timeout() -> float:
+    """Seconds that a collective of the default group waits for the other ranks."""
+    group = dist.distributed_c10d._get_default_group()
+    backend = group._get_backend(group._device_types[0])
+    limit = getattr(getattr(backend, "options", None), "_timeout", None)
+    return limit.total_seconds() if limit is not None else 600.0
 
 
 def all_gather(local: torch.Tensor, dim: int, mesh: DeviceMesh, axis: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from autotp.errors import WeightsError
 from autotp.lazy_weights import Lazy
@@ -65,6 +65,14 @@ def converted(model: Any, stored: Mapping[str, Stored], names: Collection[str]) 
         for made_name, source in _convert(model, name, packing).items():
             _add(found, made_name, source)
     return found
+
+
+def reverted(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the model under the names, and in the packing, of its files."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    made: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+    return made
 
 
 def _convert(model: Any, name: str, packing: Any) -> dict[str, Stored]:

@@ -25,6 +25,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
     "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 
 
@@ -46,6 +47,17 @@ def open_weights(path: str | Path | Sequence[str | Path]) -> dict[str, Stored]:
     if path.name.endswith(".index.json"):
         return _open_index(path)
     return _open_file(path)
+
+
+def safetensors_name(key: str, dtype: torch.dtype) -> str:
+    """What the safetensors format calls a dtype.
+
+    Raises:
+        WeightsError: it has no name for it.
+    """
+    if dtype not in _NAMES:
+        raise WeightsError(f"{key} is {dtype}, which safetensors files cannot hold")
+    return _NAMES[dtype]
 
 
 def _open_folder(folder: Path) -> dict[str, Stored]:
