@@ -25,7 +25,7 @@ from autotp.record import Trace
 from autotp.styles.comm import Ranks
 from autotp.styles.local import LocalForward, NotPlannedError, Running
 from autotp.styles.random import drawing_alike
-from autotp.torch_hooks import Hook, kept_rng
+from autotp.torch_hooks import Hook, kept_rng, uncompiled
 from autotp.trace import Drive, trace
 from autotp.trees import flatten, kinds
 
@@ -184,7 +184,8 @@ class Generation(Hook):
             self.held[key] = planned.held
         running.turns, running.mode = 0, key
         try:
-            out = generate(model, *args, **kwargs)
+            with uncompiled():
+                out = generate(model, *args, **kwargs)
         finally:
             running.mode = None
         for x in _objects(args, kwargs, out):

@@ -49,9 +49,12 @@ class ModuleProgram:
     inputs: dict[Path, OperandEdit] = field(default_factory=dict)
     outputs: dict[Path, ResultEdit] = field(default_factory=dict)
     calls: dict[Site, list[CallEdit]] = field(default_factory=dict)
+    funcs: dict[Site, Any] = field(default_factory=dict)  # what is called there
+    runs: set[frozenset[Site]] = field(default_factory=set)  # the edited places of each run
     kinds: frozenset[Any] = frozenset()  # how it was called when it was planned
     holds_cut: bool = False  # its own code handles cut tensors
     reached: bool = True  # it ran when the plan was made
+    recomputed: str = ""  # a call of its own code that a checkpoint recomputes, and that must be edited
     inner: bool = False  # it only works inside the model's forward: its edges are cut, or entered further out
 
     @property
@@ -91,6 +94,7 @@ class Hoisting:
         for c in self.trace.calls:
             if c.module >= 0:
                 runs[c.module, c.site].append(self.edits[c.index])
+                self._program(self.trace.module_path(c)).funcs[c.site] = c.func
         for (module, site), edits in runs.items():  # of several runs, which are edited alike, the longest
             path = self.trace.modules[module].path
             calls = self._program(path).calls
@@ -101,6 +105,8 @@ class Hoisting:
                 )
             calls[site] = max(before, edits, key=len)
         self._guards()
+        self._runs()
+        self._recomputed()
         for program in self.programs.values():
             program.calls = {site: _folded(edits) for site, edits in program.calls.items()}
         for path, like in self.trace.skipped:
@@ -136,6 +142,25 @@ class Hoisting:
                 program.kinds |= {m.kinds}
                 edges = (*m.inputs.values(), *m.outputs.values())
                 program.inner |= any(sets(t) for t in edges) or self._entered_outside(m, entered)
+
+    def _recomputed(self) -> None:
+        """Calls of a module's own code inside of a checkpoint, which runs them again outside of the module."""
+        for c in self.trace.calls:
+            if c.module < 0 or not torch_hooks.in_checkpoint(c.site):
+                continue
+            reads = any(isinstance(x, Ref) and self.trace.tensors[x.tid].parameter for x in c.leaves)
+            if reads or self.edits[c.index]:
+                program = self._program(self.trace.module_path(c))
+                program.recomputed = f"{c.name} at {torch_hooks.describe_site(c.site)}"
+
+    def _runs(self) -> None:
+        edited: dict[int, set[Site]] = defaultdict(set)
+        for c in self.trace.calls:
+            if c.module >= 0 and self.edits[c.index]:
+                edited[c.module].add(c.site)
+        for m in self.trace.modules:
+            if m.path in self.programs:
+                self.programs[m.path].runs.add(frozenset(edited[m.index]))
 
     def _edge(self, m: ModuleCall) -> list[Path]:
         program = self.programs.get(m.path)

@@ -104,10 +104,10 @@ def to_local(dtensor: DTensor) -> torch.Tensor:
     Its gradient becomes a DTensor with the placements of `dtensor`; gradients of copies are
     summed over the ranks that hold them.
     """
-    if not (dtensor.requires_grad and torch.is_grad_enabled()):
-        return dtensor._local_tensor
     if torch.compiler.is_compiling():  # the compiler knows DTensor's own
         local: torch.Tensor = dtensor.to_local()
+    elif not (dtensor.requires_grad and torch.is_grad_enabled()):
+        return dtensor._local_tensor
     else:
         local = _ToLocal.apply(dtensor)
     placement = dtensor._spec.placements[-1]

@@ -23,10 +23,10 @@ Numbers = dict[int, NumberEdit]
 def edited(x: Any, edit: NumberEdit) -> Any:
     """A number changed by an edit; raises if it is not the number that was planned for."""
     if edit.ratio is not None:
-        y = x * edit.ratio
-        if y.denominator != 1:
+        above, below = edit.ratio.numerator, edit.ratio.denominator
+        if x * above % below:
             raise AutotpError(f"{x} is not divisible as planned (times {edit.ratio})")
-        return int(y)
+        return x * above // below
     if x != edit.seen:
         raise AutotpError(f"the plan expects {edit.seen} here, got {x}")
     return edit.value

@@ -34,6 +34,7 @@ class Prepared:
     plan: Plan
     analysis: Analysis | None
     programs: dict[str, ModuleProgram]
+    sample: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     def layout(self, name: str) -> Layout | None:
         """How a parameter (or a statistics buffer) is laid out over the ranks; None if whole."""
@@ -144,7 +145,7 @@ def prepare(
     )
     if strict:
         _refuse_whole(made)
-    return Prepared(made, analysis, programs)
+    return Prepared(made, analysis, programs, (args, kwargs))
 
 
 def _follow(

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from autotp import construction, torch_compat, torch_hooks
+from autotp.compiling import CompiledPrograms
 from autotp.data_parallel import Fsdp, apply_fsdp, check_fsdp
 from autotp.errors import MeshError, PlanError
 from autotp.extending import Dealt, layouts_of
@@ -24,6 +25,7 @@ from autotp.layouts import distribute, layout_of
 from autotp.mesh import resolve_mesh
 from autotp.plan_types import Plan
 from autotp.planning import Prepared, prepare
+from autotp.styles.children import note_children
 from autotp.styles.comm import Ranks
 from autotp.styles.local import LocalForward, Running
 from autotp.styles.random import SharedDraws
@@ -57,6 +59,8 @@ class LocalStyle(ParallelStyle):
         local = LocalForward(self.program.path, module, cut, self.ranks, self.model)
         local.learn(self.program)
         local.attach(module)
+        if local.programs[None].region:
+            note_children(module)
         module.register_load_state_dict_pre_hook(_cut_loaded)
         return module
 
@@ -150,7 +154,7 @@ def _cut(model: nn.Module, prepared: Prepared, mesh: DeviceMesh, ranks: Ranks) -
     trace = prepared.analysis.trace
     layouts = {name: prepared.layout(name) for name in trace.leaves}
     made: dict[int, nn.Parameter] = {}
-    running = Running(Lengths(ranks))
+    running = Running(Lengths(ranks), compiled=CompiledPrograms(model, prepared, resolve_mesh(mesh)))
     styles: dict[str, ParallelStyle] = {}
     for path, module in model.named_modules():
         program = prepared.programs.get(path)

@@ -37,6 +37,8 @@ __all__ = [
     "dtensor_spec",
     "fsdp_params",
     "set_fsdp_spec",
+    "traced_all_gather",
+    "traced_all_reduce",
     "guard_checkpoints",
     "guard_propagation",
     "local_of",
@@ -102,6 +104,23 @@ def reduce_scatter(pieces: torch.Tensor, group: Any) -> torch.Tensor:
     collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     collective(mine, pieces.contiguous().flatten(0, 1) if pieces.ndim > 1 else pieces.contiguous(), group=group)
     return mine
+
+
+def traced_all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
+    """The sum over the ranks of a group, in a form that the compiler knows; no gradient."""
+    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group))
+
+
+def traced_all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """All ranks' tensors, one after the other along the first dim, in a form that the compiler knows; no gradient."""
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, group)
+    return torch.ops._c10d_functional.wait_tensor(gathered)
+
+
+def traced_reduce_scatter(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """This rank's piece, along the first dim, of the sum over the ranks, in a form that the compiler knows."""
+    summed = torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", size, group)
+    return torch.ops._c10d_functional.wait_tensor(summed)
 
 
 def guard_propagation(

@@ -247,7 +247,8 @@ def is_boundary(code: types.CodeType) -> bool:
     return code.co_name in _BOUNDARY and code.co_filename == _MODULE_FILE
 
 
-def _is_own(code: types.CodeType) -> bool:
+def is_machinery(code: types.CodeType) -> bool:
+    """Whether a frame is of what records, proves or edits calls."""
     return code.co_filename.startswith(_MACHINERY) or code.co_filename == _TORCH_OVERRIDES
 
 
@@ -266,7 +267,7 @@ def call_site(depth: int = 2, base: types.FrameType | None = None) -> tuple[Any,
             break
         if code.co_name == "run" and code.co_filename == _TRACE:
             break  # whoever calls the model: the same place however it was reached
-        if not _is_own(code):
+        if not is_machinery(code):
             chain.append((code, _instruction(code, frame.f_lasti)))
         frame = frame.f_back
     return tuple(chain)
@@ -301,6 +302,11 @@ def describe_site(site: tuple[Any, ...]) -> str:
     return "torch"
 
 
+def in_checkpoint(site: tuple[Any, ...]) -> bool:
+    """Whether a place is reached by way of ``torch.utils.checkpoint``."""
+    return any(isinstance(f[0], types.CodeType) and f[0].co_filename == torch.utils.checkpoint.__file__ for f in site)
+
+
 # ---------------------------------------------------------------- switches
 
 
@@ -314,6 +320,27 @@ def plain_attention() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextmanager
+def as_if_compiled() -> Iterator[None]:
+    """Inside, code that asks whether it is being compiled is told so."""
+    kept = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = kept
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, what torch.compile has wrapped runs as it is written."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @contextmanager

@@ -13,6 +13,7 @@ class Ref(NamedTuple):
     tid: int
 
 
+_LEAVES = (int, float, str, type(None))
 Build = Callable[[list[Any]], Any]
 
 
@@ -24,6 +25,9 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 def _walk(x: Any, leaves: list[Any]) -> Any:
     if isinstance(x, Ref):
+        leaves.append(x)
+        return None
+    if isinstance(x, _LEAVES):
         leaves.append(x)
         return None
     if isinstance(x, (tuple, list)):

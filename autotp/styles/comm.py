@@ -16,7 +16,7 @@ calls enter and leave *f* and *g*.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from autotp.program import Indices
+from autotp.torch_compat import reduce_scatter, traced_all_gather, traced_all_reduce, traced_reduce_scatter
+from autotp.torch_dynamo import at_trace
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,10 @@ class Ranks:
     rank: int
     size: int
     alone: bool = True  # not one group of a mesh that has several
+    name: str = field(init=False, compare=False)  # the group's, by which the compiler knows it
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", getattr(self.group, "group_name", ""))
 
     @cached_property
     def first(self) -> int:
@@ -44,15 +50,30 @@ class Ranks:
         return dist.get_global_rank(self.group, 0)
 
     def sum_(self, x: Tensor) -> Tensor:
-        """Sum in place over the ranks."""
+        """Sum in place over the ranks (while compiling, into a new tensor)."""
+        if torch.compiler.is_compiling():
+            return traced_all_reduce(x, self.name)
         dist.all_reduce(x, group=self.group)
         return x
 
+    def sum_pieces(self, pieces: Tensor) -> Tensor:
+        """Of ``pieces``, one for each rank, this rank's, summed over the ranks."""
+        if torch.compiler.is_compiling():
+            return traced_reduce_scatter(pieces.flatten(0, 1), self.size, self.name)
+        return reduce_scatter(pieces, self.group)
+
     def all_parts(self, x: Tensor) -> list[Tensor]:
         """Every rank's tensor; all must have the same shape."""
+        if torch.compiler.is_compiling():
+            return list(traced_all_gather(x.unsqueeze(0), self.size, self.name).unbind(0))
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x, group=self.group)
         return parts
+
+
+def differentiated() -> bool:
+    """Whether a backward is itself differentiated. Compiled ones never are."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 class _Enter(torch.autograd.Function):
@@ -63,7 +84,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if torch.is_grad_enabled():  # create_graph: the sum is differentiated too
+        if differentiated():  # create_graph: the sum is differentiated too
             return leave(grad, ctx.ranks), None
         return ctx.ranks.sum_(grad.clone(memory_format=torch.contiguous_format)), None
 
@@ -72,12 +93,13 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
-        ctx.mark_dirty(x)
+        if not torch.compiler.is_compiling():
+            ctx.mark_dirty(x)
         return ranks.sum_(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return (enter(grad, ctx.ranks) if torch.is_grad_enabled() else grad), None
+        return (enter(grad, ctx.ranks) if differentiated() else grad), None
 
 
 class _Gather(torch.autograd.Function):
@@ -92,12 +114,17 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grad = enter(grad, ctx.ranks) if torch.is_grad_enabled() else grad
+        grad = enter(grad, ctx.ranks) if differentiated() else grad
         return part(grad, ctx.dim, ctx.mine), None, None, None
 
 
-@lru_cache(maxsize=4096)
+@at_trace
 def _places(indices: Indices) -> Tensor | None:
+    return _cached_places(indices)
+
+
+@lru_cache(maxsize=4096)
+def _cached_places(indices: Indices) -> Tensor | None:
     """Where in the concatenated parts each element of the whole is; None if it is in order already."""
     runs = [i for i in indices if isinstance(i, range)]
     if len(runs) == len(indices) and all(a.stop == b.start for a, b in pairwise(runs)):
@@ -116,7 +143,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if torch.is_grad_enabled():
+        if differentiated():
             grad = _OnceGrad.apply(grad, ctx.first)
         return grad, None
 
@@ -136,6 +163,8 @@ def enter(x: Tensor, ranks: Ranks) -> Tensor:
     """A whole tensor into a cut region: its gradient is summed, once for all who read this tensor."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
+    if torch.compiler.is_compiling():
+        return _Enter.apply(x, ranks)
     known = getattr(x, "_autotp_entered", None)
     if known is not None and known[0] == x._version and known[1] is ranks.group:
         entered: Tensor | None = known[2]()
@@ -150,6 +179,8 @@ def enter(x: Tensor, ranks: Ranks) -> Tensor:
 def leave(x: Tensor, ranks: Ranks) -> Tensor:
     """A partial sum out of a cut region: summed over the ranks."""
     x = x.contiguous()
+    if torch.compiler.is_compiling():
+        return _Leave.apply(x, ranks)
     if x._is_view() or x.is_leaf:
         x = x.clone()
     if not (x.requires_grad and torch.is_grad_enabled()):

@@ -8,153 +8,41 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autotp import torch_hooks
+from autotp import torch_dynamo, torch_hooks
 from autotp.errors import AutotpError
 from autotp.hoisting import ModuleProgram
 from autotp.layouts import to_local
-from autotp.numbers import edited
-from autotp.program import CallEdit, NormEdit, NumberEdit, OperandEdit, ResultEdit
-from autotp.styles import tokens
-from autotp.styles.comm import Ranks, enter, gather, leave, once, part
-from autotp.styles.random import own_draws
-from autotp.styles.shared_norm import shared_norm
-from autotp.trees import edit_at, flatten, kinds, rebuild
-
-Change = Callable[[Any], Any]
-
-
-def operand(edit: OperandEdit, ranks: Ranks, model: Running) -> Change:
-    """The function that an operand edit is on this rank."""
-    of_tokens = edit.of_tokens
-
-    def change(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if of_tokens:
-            return tokens.operand(edit, ranks, model.lengths, x)
-        for dim, indices in edit.gather:
-            x = gather(x, dim, indices, ranks)
-        if edit.enter:
-            x = enter(x, ranks)
-        for dim, indices in edit.slice:
-            x = part(x, dim, indices[ranks.rank])
-        return once(x, ranks) if edit.once else x
-
-    return change
-
-
-def outcome(edit: ResultEdit, ranks: Ranks, model: Running) -> Change:
-    """The function that a result edit is on this rank."""
-    of_tokens = edit.of_tokens
-
-    def change(x: Any) -> Any:
-        if edit.scale:
-            x = x * edit.scale[ranks.rank]
-        if of_tokens:
-            return tokens.outcome(edit, ranks, model.lengths, not model.depth, x)
-        if edit.leave:
-            return leave(x, ranks)
-        for dim, indices in edit.gather:
-            x = gather(x, dim, indices, ranks)
-        return x
-
-    return change
-
-
-@dataclass(frozen=True)
-class BoundCall:
-    """A call's edits as functions of this rank."""
-
-    operands: tuple[tuple[int, Change], ...]
-    numbers: tuple[tuple[int, NumberEdit], ...]
-    results: tuple[tuple[int, Change], ...]
-    rows: Sequence[int] | None
-    norm: NormEdit | None
-    random: bool
-    stream: int | None
-    model: Running
-
-    @classmethod
-    def of(cls, edit: CallEdit, ranks: Ranks, model: Running) -> BoundCall:
-        return cls(
-            tuple((i, operand(e, ranks, model)) for i, e in edit.operands.items()),
-            tuple(edit.numbers.get(ranks.rank, {}).items()),
-            tuple((i, outcome(e, ranks, model)) for i, e in edit.results.items()),
-            edit.rows[ranks.rank] if edit.rows else None,
-            edit.norm,
-            edit.random,
-            edit.stream,
-            model,
-        )
-
-    def run(self, func: Any, args: Any, kwargs: Any, ranks: Ranks) -> Any:
-        leaves, spec = flatten((args, kwargs))
-        leaves = [to_local(x) if torch_hooks.is_dtensor(x) else x for x in leaves]
-        for i, change in self.operands:
-            leaves[i] = change(leaves[i])
-        for i, number in self.numbers:
-            if isinstance(leaves[i], int) and number.stream is not None:
-                leaves[i] = self.model.lengths.number(leaves[i], number)
-            elif isinstance(leaves[i], int):
-                leaves[i] = edited(leaves[i], number)
-        args, kwargs = rebuild(leaves, spec)
-        if self.rows is not None:
-            result = look_up(self.rows, func, args, kwargs)
-        elif self.norm is not None:
-            result = shared_norm(self.norm, func, args, kwargs, ranks)
-        elif self.random and self._is_cut() and torch_hooks.draws(func, args, kwargs):
-            with own_draws(ranks):
-                result = func(*args, **kwargs)
-        else:
-            result = func(*args, **kwargs)
-        if not self.results:
-            return result
-        outs, out_spec = flatten(result)
-        for i, change in self.results:
-            outs[i] = change(outs[i])
-        return rebuild(outs, out_spec)
-
-    def _is_cut(self) -> bool:
-        return self.stream is None or self.model.lengths.parts(self.stream) is not None
-
-
-def look_up(rows: Sequence[int], func: Any, args: Any, kwargs: Any) -> Tensor:
-    """An embedding of which this rank has some rows: the others give zeros."""
-    given = torch_hooks.embedding_arguments(func, args, kwargs)
-    ids, weight, padding = given["ids"], given["weight"], given["padding_idx"]
-    if not rows:
-        return weight.new_zeros((*ids.shape, weight.shape[1])) + weight.sum() * 0
-    if isinstance(rows, range):
-        local, missing = ids - rows[0], (ids < rows[0]) | (ids > rows[-1])
-    else:
-        place = torch.full((int(max(rows[-1], int(ids.max()))) + 1,), -1, dtype=ids.dtype, device=ids.device)
-        place[torch.tensor(rows, device=ids.device)] = torch.arange(len(rows), dtype=ids.dtype, device=ids.device)
-        local = place[ids]
-        missing = local < 0
-    local = local.masked_fill(missing, 0)
-    at = rows.index(padding) if padding is not None and padding in rows else None
-    out = torch.nn.functional.embedding(local, weight, padding_idx=at)
-    return out.masked_fill(missing.unsqueeze(-1), 0)
+from autotp.styles import tokens, traced
+from autotp.styles.children import check_children
+from autotp.styles.comm import Ranks
+from autotp.styles.edits import BoundCall, operand, outcome
+from autotp.trees import edit_at, flatten, kinds
 
 
 class LocalCalls(TorchFunctionMode):
     """Edits the calls that one module's own code makes, found by their place in that code."""
 
-    def __init__(self, table: dict[Any, list[BoundCall]], ranks: Ranks, path: str, base: Any) -> None:
+    def __init__(self, local: LocalForward, program: BoundProgram, base: Any, compiling: bool) -> None:
         super().__init__()
-        self.table, self.ranks, self.path, self.base = table, ranks, path, base
+        self.local, self.program, self.base = local, program, base
+        self.table, self.ranks = program.table, local.ranks
         self.seen: dict[Any, int] = {}
+        self.compiling = compiling
+        self.met: list[str] = []  # the edited calls that were seen, if it may be compiled
+        self.times: dict[str, int] = {}
 
+    @torch_dynamo.uncompiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return traced.entered(self, func, args, kwargs)
         if torch_hooks.is_metadata(func):
             return func(*args, **kwargs)
         site = torch_hooks.call_site(2, self.base)
@@ -164,9 +52,11 @@ class LocalCalls(TorchFunctionMode):
         if opened is not None:
             with self:
                 return opened(*args, **kwargs)
-        calls = self.table.get(site)
+        calls = self._in_pieces(site, func) if self.compiling else self.table.get(site)
         if calls is None:
             return self._unplanned(func, args, kwargs, site)
+        if not calls:
+            return func(*args, **kwargs)
         if len(calls) == 1:
             return calls[0].run(func, args, kwargs, self.ranks)
         n = self.seen[site] = self.seen.get(site, -1) + 1
@@ -174,14 +64,26 @@ class LocalCalls(TorchFunctionMode):
             return self._unplanned(func, args, kwargs, site)
         return calls[n].run(func, args, kwargs, self.ranks)
 
+    def _in_pieces(self, site: Any, func: Any) -> list[BoundCall] | None:
+        """The calls of a place in code that may be a piece of compiled code, between two graphs, or of a graph."""
+        if torch_dynamo.in_graph(site):
+            return []
+        here, compiled = self.program.traced, (self.program.when_compiled or self.program).traced
+        key = here.keys[site] if site in self.table else compiled.find(torch_dynamo.places_of(site, func), func)
+        for calls in (here.by_key, compiled.by_key):
+            if key in calls:
+                self.met.append(key)
+                return calls[key]
+        return [] if key == traced.PASS else None
+
     def _unplanned(self, func: Any, args: Any, kwargs: Any, site: Any) -> Any:
         """A place that no recorded run reached: fine as long as it computes nothing with tensors of a cut model."""
         result = func(*args, **kwargs)
         if any(isinstance(x, Tensor) and x.is_floating_point() for x in flatten((args, kwargs))[0]):
             where, name = torch_hooks.describe_site(site), getattr(func, "__name__", str(func))
             raise NotPlannedError(
-                f"{self.path or 'the model'}: the call of {name} at {where} was not reached when the plan was made, so "
-                "it is not known how it acts on a rank's part. Pass a sample that takes this path: "
+                f"{self.local.path or 'the model'}: the call of {name} at {where} was not reached when the plan was "
+                "made, so it is not known how it acts on a rank's part. Pass a sample that takes this path: "
                 "autotp.shard(model, mesh, sample=(args, kwargs))."
             )
         return result
@@ -203,6 +105,9 @@ class Running:
     depth: int = 0
     turns: int = 0
     mode: Any = None
+    compiled: Any = None  # works out the programs that run when compiled
+    graph: Any = None  # the graph in which the model's forward is being traced
+    parts: list[LocalForward] = field(default_factory=list)
 
     def enter(self) -> None:
         """A forward begins that takes and gives whole tensors."""
@@ -217,14 +122,33 @@ class Running:
 class BoundProgram:
     """A module's program as functions of this rank."""
 
-    def __init__(self, program: ModuleProgram, ranks: Ranks, model: Running, guarded: bool) -> None:
-        self.inner, self.reached = program.inner, program.reached
+    def __init__(
+        self, program: ModuleProgram, ranks: Ranks, model: Running, guarded: bool, keys: dict[Any, str]
+    ) -> None:
+        self.program, self.inner, self.reached = program, program.inner, program.reached
         self.params = [(n, operand(e, ranks, model) if e else None) for n, e in program.params.items()]
         self.inputs = [(p, operand(e, ranks, model)) for p, e in program.inputs.items()]
         self.outputs = [(p, outcome(e, ranks, model)) for p, e in program.outputs.items()]
         self.table = {s: [BoundCall.of(e, ranks, model) for e in edits] for s, edits in program.calls.items()}
         self.edits_calls = program.edits_calls
+        self.region = program.holds_cut or program.inner or bool(program.inputs)
         self.known = set(program.kinds) if program.holds_cut and guarded else None
+        self.traced = traced.Places(program, self.table, keys)
+        self.when_compiled: BoundProgram | None = None
+
+    def edges_alike(self) -> bool:
+        """Whether the module is entered and left in the same way when it is compiled."""
+        if self.when_compiled is None or self.when_compiled is self:
+            return True
+        a, b = self.program, self.when_compiled.program
+        return (a.params, a.inputs, a.outputs) == (b.params, b.inputs, b.outputs)
+
+    def not_met(self, met: set[str]) -> str:
+        """Which edited call is missing among those that were seen, if the module ran in pieces."""
+        missing = self.traced.not_met(met | self.traced.shown)
+        if missing and self.when_compiled is not None:
+            return self.when_compiled.traced.not_met(met | self.traced.shown)
+        return missing
 
 
 class LocalForward(torch_hooks.Hook):
@@ -236,32 +160,114 @@ class LocalForward(torch_hooks.Hook):
         # torch's own layers have one way to run; code of others may branch on what it is given
         self.guarded = not type(module).__module__.startswith("torch.nn.modules.")
         self.programs: dict[Any, BoundProgram] = {}
+        self.compiled: BoundProgram | None = None  # the program of forward as the compiler runs it
+        self.keys: dict[Any, str] = {}  # of places in the code, the same in all programs
         self.running: list[tuple[list[tuple[Any, Any, Any]], LocalCalls | None, Any, BoundProgram]] = []
 
     def attach(self, module: nn.Module) -> None:
         """Hook it up."""
+        self.model.parts.append(self)
         module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
         module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
     def learn(self, program: ModuleProgram, mode: Any = None) -> None:
         """Run by a program while the model is in this mode."""
-        self.programs[mode] = BoundProgram(program, self.ranks, self.model, self.guarded)
+        self.programs[mode] = self._bound(program)
 
+    def learn_compiled(self, program: ModuleProgram | None) -> None:
+        """Run by a program where forward is compiled."""
+        usual, program = self.programs[None], program or ModuleProgram(self.path)
+        self.compiled = usual.when_compiled = usual if program is usual.program else self._bound(program)
+
+    def _bound(self, program: ModuleProgram) -> BoundProgram:
+        return BoundProgram(program, self.ranks, self.model, self.guarded, self.keys)
+
+    def __reduce__(self) -> Any:
+        raise AutotpError(
+            "a sharded model cannot be pickled, as it holds the process group of its ranks: save model.state_dict(), "
+            "or use copy.deepcopy within the process"
+        )
+
+    @torch_dynamo.inlined_only
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Swap parameters, cross the edge inwards, start editing calls."""
+        if torch.compiler.is_compiling():
+            return torch_dynamo.undone(traced.before, self, module, args, kwargs)
+        return self._before(module, args, kwargs, torch_dynamo.active(), sys._getframe(1))
+
+    @torch_dynamo.uncompiled
+    def _before(self, module: nn.Module, args: Any, kwargs: Any, compiling: bool, base: Any) -> Any:
         program = self.programs.get(self.model.mode, _EMPTY)
+        if compiling and program is self.programs.get(None):
+            traced.prepare(self)
+            if not program.edges_alike():
+                raise AutotpError(self.unlike())
+        self._check(program, module)
+        kept = self.swap(module, program)
+        mode, new = self._mode(program, module, args, kwargs, compiling, base)
+        self.running.append((kept, mode, new, program))
+        self.model.depth += program.reached
+        for path, change in program.inputs:
+            args, kwargs = edit_at((args, kwargs), self.given(path, args, kwargs), change)
+        if mode is not None:
+            mode.__enter__()
+        return args, kwargs
+
+    def _check(self, program: BoundProgram, module: nn.Module) -> None:
+        """Raise if it cannot run by this program, called as it is."""
         if not program.inner:
             self.model.enter()
         elif not self.model.depth and not torch_hooks.in_backward():
-            raise AutotpError(
-                f"{self.path} works on a rank's part and was called by itself, outside of the model's forward: call "
-                "the whole model, or shard this module by itself"
-            )
+            raise AutotpError(self.called_alone())
         if not program.reached and self.model.depth:
-            raise NotPlannedError(
-                f"{self.path} was not reached when the plan was made, so it is not known whether it gets a "
-                "rank's part. Pass a sample that takes this path: autotp.shard(model, mesh, sample=(args, kwargs))."
-            )
+            raise NotPlannedError(self.not_reached())
+        if program.program.recomputed and torch.is_grad_enabled():
+            raise AutotpError(self.recomputed_alone(program))
+        if program.region and module._modules:
+            check_children(self.path, module)
+
+    def _mode(
+        self, program: BoundProgram, module: nn.Module, args: Any, kwargs: Any, compiling: bool, base: Any
+    ) -> tuple[LocalCalls | None, Any]:
+        """What edits its calls, or watches them; and how it is called, if in a way that is not known to be planned."""
+        either = [program, program.when_compiled or program] if compiling else [program]
+        edits_calls, new = any(x.edits_calls for x in either), None
+        if program.known is not None and not edits_calls:
+            called = kinds(module, args, kwargs)
+            new = None if all(x.known is None or called in x.known for x in either) else called
+        return LocalCalls(self, program, base, compiling) if edits_calls or new is not None else None, new
+
+    def unlike(self) -> str:
+        """Why it cannot be compiled in pieces."""
+        return (
+            f"{self.path or 'the model'} branches on being compiled, and is cut differently then; it cannot be "
+            "compiled in pieces (torch.compile with fullgraph=True shows where the graph breaks)"
+        )
+
+    def recomputed_alone(self, program: BoundProgram) -> str:
+        """Why its own code cannot be checkpointed."""
+        return (
+            f"{self.path or 'the model'}: {program.program.recomputed} is recomputed in the backward by "
+            "torch.utils.checkpoint, outside of the module that calls it, where a rank's part of it is not known: "
+            "checkpoint whole modules, or compile the model"
+        )
+
+    def not_reached(self) -> str:
+        """Why a module that did not run when the plan was made cannot run."""
+        return (
+            f"{self.path} was not reached when the plan was made, so it is not known whether it gets a "
+            "rank's part. Pass a sample that takes this path: autotp.shard(model, mesh, sample=(args, kwargs))."
+        )
+
+    def called_alone(self) -> str:
+        """Why this module cannot be called from outside of the model's forward."""
+        return (
+            f"{self.path} works on a rank's part and was called by itself, outside of the model's forward: call "
+            "the whole model, or shard this module by itself"
+        )
+
+    def swap(self, module: nn.Module, program: BoundProgram) -> list[tuple[Any, Any, Any]]:
+        """Put this rank's plain tensors in place of parameters; what stood where, to be put back."""
         self._check_parameters(module)
         kept: list[tuple[Any, Any, Any]] = []
         for name, change in program.params:
@@ -273,19 +279,7 @@ class LocalForward(torch_hooks.Hook):
                     kept.append((slots, name, full))
                     slots[name] = local  # type: ignore[assignment]
                     _swap_in_lists(module, full, local, kept)
-        mode, new = None, None
-        if program.known is not None and not program.edits_calls:
-            called = kinds(module, args, kwargs)
-            new = None if called in program.known else called
-        if program.edits_calls or new is not None:
-            mode = LocalCalls(program.table, self.ranks, self.path, sys._getframe(1))
-        self.running.append((kept, mode, new, program))
-        self.model.depth += program.reached
-        for path, change in program.inputs:
-            args, kwargs = edit_at((args, kwargs), self._given(path, args, kwargs), change)
-        if mode is not None:
-            mode.__enter__()
-        return args, kwargs
+        return kept
 
     def _check_parameters(self, module: nn.Module) -> None:
         for name in self.cut:
@@ -296,7 +290,7 @@ class LocalForward(torch_hooks.Hook):
                     "is expected: use load_state_dict, or give a DTensor"
                 )
 
-    def _given(self, path: Any, args: Any, kwargs: Any) -> Any:
+    def given(self, path: Any, args: Any, kwargs: Any) -> Any:
         """The place of a planned input when it is given by name instead of by position, or the other way round."""
         where, key = path[0], path[1]
         if where == 0 and key >= len(args) and key < len(self.names) and self.names[key] in kwargs:
@@ -305,17 +299,28 @@ class LocalForward(torch_hooks.Hook):
             return (0, self.names.index(key), *path[2:])
         return path
 
+    @torch_dynamo.inlined_only
     def after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """Undo what :meth:`before` did, also after an exception, and cross the edge outwards."""
+        if torch.compiler.is_compiling():
+            return torch_dynamo.undone(traced.after, self, out)
+        return self._after(out)
+
+    @torch_dynamo.uncompiled
+    def _after(self, out: Any) -> Any:
         if not self.running:
             return out  # it did not get as far as to start
         kept, mode, new, program = self.running.pop()
         self.model.depth -= program.reached
+        missing = ""
         if mode is not None:
             mode.base = None
             mode.__exit__(None, None, None)
+            missing = program.not_met(set(mode.met)) if mode.compiling and out is not None else ""
         for slots, key, full in kept:
             slots[key] = full
+        if missing:
+            raise AutotpError(missing)
         if out is not None:
             if new is not None and program.known is not None:
                 program.known.add(new)  # called in a new way, and every call it made was a planned one
@@ -326,7 +331,7 @@ class LocalForward(torch_hooks.Hook):
         return out
 
 
-_EMPTY = BoundProgram(ModuleProgram(""), None, None, False)  # type: ignore[arg-type]  # no edits, so no ranks
+_EMPTY = BoundProgram(ModuleProgram(""), None, None, False, {})  # type: ignore[arg-type]  # no edits, so no ranks
 
 
 def _swap_in_lists(module: nn.Module, full: Any, local: Any, kept: list[tuple[Any, Any, Any]]) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autotp import torch_hooks
+from autotp import torch_dynamo, torch_hooks
 from autotp.styles.comm import Ranks
 
 _MIX = 0x9E3779B97F4A7C15
@@ -114,6 +114,14 @@ def drawing_alike(ranks: Ranks) -> Iterator[Callable[[], None]]:
         draws.end()
 
 
+@torch_dynamo.at_trace
+def _not_traced() -> None:
+    raise torch_dynamo.refused(
+        "the model draws random numbers (dropout), and all ranks must draw alike, which is arranged before its "
+        "forward: compile the model, or its blocks, instead of a function that calls it"
+    )
+
+
 class SharedDraws(torch_hooks.Hook):
     """Hooks around the whole model's forward that make the group draw alike."""
 
@@ -121,12 +129,16 @@ class SharedDraws(torch_hooks.Hook):
         self.ranks, self.always = ranks, always
         self.kept: list[Draws | None] = []
 
+    @torch_dynamo.uncompiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() and (self.always or module.training):
+            _not_traced()
         draws = agreed(self.ranks) if self.always or module.training else None
         self.kept.append(draws)
         if draws is not None:
             draws.begin()
 
+    @torch_dynamo.uncompiled
     def after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         draws = self.kept.pop()
         if draws is not None:

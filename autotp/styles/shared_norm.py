@@ -16,6 +16,7 @@ from torch import Tensor
 from autotp import torch_hooks
 from autotp.program import NormEdit
 from autotp.styles.comm import Ranks, enter, gather, leave
+from autotp.torch_dynamo import at_trace
 
 _NAMES = {
     "layer": ("input", "normalized_shape", "weight", "bias", "eps"),
@@ -89,8 +90,13 @@ def _autocast(x: Tensor) -> Any:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-@functools.lru_cache(maxsize=256)
+@at_trace
 def _result_dtype(func: Any, kind: str, x: Any, weight: Any, device: str, autocast: Any) -> torch.dtype:
+    return _cached_dtype(func, kind, x, weight, device, autocast)
+
+
+@functools.lru_cache(maxsize=256)
+def _cached_dtype(func: Any, kind: str, x: Any, weight: Any, device: str, autocast: Any) -> torch.dtype:
     """The dtype that ``func`` gives, under autocast (which is part of the key) too."""
     with torch_hooks.no_modes(), torch.no_grad():
         one = torch.ones(1, 2, dtype=x, device=device)

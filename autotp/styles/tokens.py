@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp import torch_compat
 from autotp.errors import AutotpError
 from autotp.ownership.dealing import Tokens, shares
 from autotp.program import Cuts, NumberEdit, OperandEdit, ResultEdit
-from autotp.styles.comm import Ranks, enter, gather, leave, once, padded, part
+from autotp.styles.comm import Ranks, differentiated, enter, gather, leave, once, padded, part
 from autotp.trees import flatten
 
 Parts = tuple[range, ...]
@@ -167,7 +166,7 @@ def _summed(x: Tensor, dim: int, parts: Parts, ranks: Ranks) -> Tensor:
         pieces = x.unflatten(dim, (len(parts), size)).movedim(dim, 0)
     else:
         pieces = torch.stack([padded(part(x, dim, p), dim, size) for p in parts])
-    mine = torch_compat.reduce_scatter(pieces, ranks.group)
+    mine = ranks.sum_pieces(pieces)
     n = len(parts[ranks.rank])
     return mine if n == size else mine.narrow(dim, 0, n).clone()
 
@@ -180,7 +179,7 @@ class _SumPart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return (gather_sum if torch.is_grad_enabled() else _joined)(grad, *ctx.how), None, None, None
+        return (gather_sum if differentiated() else _joined)(grad, *ctx.how), None, None, None
 
 
 class _GatherSum(torch.autograd.Function):
@@ -191,7 +190,7 @@ class _GatherSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return (sum_part if torch.is_grad_enabled() else _summed)(grad, *ctx.how), None, None, None
+        return (sum_part if differentiated() else _summed)(grad, *ctx.how), None, None, None
 
 
 class _Take(torch.autograd.Function):
@@ -202,7 +201,7 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return (gather if torch.is_grad_enabled() else _joined)(grad, *ctx.how), None, None, None
+        return (gather if differentiated() else _joined)(grad, *ctx.how), None, None, None
 
 
 def sum_part(x: Tensor, dim: int, parts: Parts, ranks: Ranks) -> Tensor:

@@ -1,0 +1,147 @@
+"""A rank's edits of calls, as functions of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from autotp import torch_hooks
+from autotp.layouts import to_local
+from autotp.numbers import edited
+from autotp.program import CallEdit, NormEdit, NumberEdit, OperandEdit, ResultEdit
+from autotp.styles import tokens, traced_draws
+from autotp.styles.comm import Ranks, enter, gather, leave, once, part
+from autotp.styles.random import own_draws
+from autotp.styles.shared_norm import shared_norm
+from autotp.trees import flatten, rebuild
+
+if TYPE_CHECKING:
+    from autotp.styles.local import Running
+
+Change = Callable[[Any], Any]
+
+
+def operand(edit: OperandEdit, ranks: Ranks, model: Running) -> Change:
+    """The function that an operand edit is on this rank."""
+    of_tokens = edit.of_tokens
+
+    def change(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if of_tokens:
+            return tokens.operand(edit, ranks, model.lengths, x)
+        for dim, indices in edit.gather:
+            x = gather(x, dim, indices, ranks)
+        if edit.enter:
+            x = enter(x, ranks)
+        for dim, indices in edit.slice:
+            x = part(x, dim, indices[ranks.rank])
+        return once(x, ranks) if edit.once else x
+
+    return change
+
+
+def outcome(edit: ResultEdit, ranks: Ranks, model: Running) -> Change:
+    """The function that a result edit is on this rank."""
+    of_tokens = edit.of_tokens
+
+    def change(x: Any) -> Any:
+        if edit.scale:
+            x = x * edit.scale[ranks.rank]
+        if of_tokens:
+            return tokens.outcome(edit, ranks, model.lengths, not model.depth, x)
+        if edit.leave:
+            return leave(x, ranks)
+        for dim, indices in edit.gather:
+            x = gather(x, dim, indices, ranks)
+        return x
+
+    return change
+
+
+@dataclass(frozen=True)
+class BoundCall:
+    """A call's edits as functions of this rank."""
+
+    operands: tuple[tuple[int, Change], ...]
+    numbers: tuple[tuple[int, NumberEdit], ...]
+    results: tuple[tuple[int, Change], ...]
+    rows: Sequence[int] | None
+    of_rows: int
+    norm: NormEdit | None
+    random: bool
+    stream: int | None
+    model: Running
+
+    @classmethod
+    def of(cls, edit: CallEdit, ranks: Ranks, model: Running) -> BoundCall:
+        return cls(
+            tuple((i, operand(e, ranks, model)) for i, e in edit.operands.items()),
+            tuple(edit.numbers.get(ranks.rank, {}).items()),
+            tuple((i, outcome(e, ranks, model)) for i, e in edit.results.items()),
+            edit.rows[ranks.rank] if edit.rows else None,
+            max((max(r) + 1 for r in edit.rows if len(r)), default=0) if edit.rows else 0,
+            edit.norm,
+            edit.random,
+            edit.stream,
+            model,
+        )
+
+    def run(self, func: Any, args: Any, kwargs: Any, ranks: Ranks) -> Any:
+        leaves, spec = flatten((args, kwargs))
+        leaves = [to_local(x) if torch_hooks.is_dtensor(x) else x for x in leaves]
+        for i, change in self.operands:
+            leaves[i] = change(leaves[i])
+        for i, number in self.numbers:
+            if isinstance(leaves[i], int) and number.stream is not None:
+                leaves[i] = self.model.lengths.number(leaves[i], number)
+            elif isinstance(leaves[i], int):
+                leaves[i] = edited(leaves[i], number)
+        args, kwargs = rebuild(leaves, spec)
+        if self.rows is not None:
+            result = look_up(self.rows, self.of_rows, func, args, kwargs)
+        elif self.norm is not None:
+            result = shared_norm(self.norm, func, args, kwargs, ranks)
+        elif self.random and self._is_cut() and torch_hooks.draws(func, args, kwargs):
+            result = self._drawn(func, args, kwargs, ranks)
+        else:
+            result = func(*args, **kwargs)
+        if not self.results:
+            return result
+        outs, out_spec = flatten(result)
+        for i, change in self.results:
+            outs[i] = change(outs[i])
+        return rebuild(outs, out_spec)
+
+    def _is_cut(self) -> bool:
+        return self.stream is None or self.model.lengths.parts(self.stream) is not None
+
+    @staticmethod
+    def _drawn(func: Any, args: Any, kwargs: Any, ranks: Ranks) -> Any:
+        if torch.compiler.is_compiling():
+            return traced_draws.own(func, args, kwargs, ranks)
+        with own_draws(ranks):
+            return func(*args, **kwargs)
+
+
+def look_up(rows: Sequence[int], of: int, func: Any, args: Any, kwargs: Any) -> Tensor:
+    """An embedding ``of`` so many rows, of which this rank has some: the others give zeros."""
+    given = torch_hooks.embedding_arguments(func, args, kwargs)
+    ids, weight, padding = given["ids"], given["weight"], given["padding_idx"]
+    if not rows:
+        return weight.new_zeros((*ids.shape, weight.shape[1])) + weight.sum() * 0
+    if isinstance(rows, range):
+        local, missing = ids - rows[0], (ids < rows[0]) | (ids > rows[-1])
+    else:
+        place = torch.full((of,), -1, dtype=ids.dtype, device=ids.device)
+        place[torch.tensor(rows, device=ids.device)] = torch.arange(len(rows), dtype=ids.dtype, device=ids.device)
+        local = place[ids]
+        missing = local < 0
+    local = local.masked_fill(missing, 0)
+    at = rows.index(padding) if padding is not None and padding in rows else None
+    out = torch.nn.functional.embedding(local, weight, padding_idx=at)
+    return out.masked_fill(missing.unsqueeze(-1), 0)

@@ -1,0 +1,98 @@
+"""torch.compile of sharded models: equal to the unsharded model, or refused by name."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+
+from autotp.ranks import RankPool
+
+pytestmark = pytest.mark.slow
+SECONDS = 400.0
+
+
+def run(ranks: RankPool, task: str, **payload: Any) -> dict[str, Any]:
+    """What rank 0 finds."""
+    found: dict[str, Any] = ranks.run(f"tests.exact.compile_tasks:{task}", payload, timeout=SECONDS)[0]
+    return found
+
+
+def is_exact(found: dict[str, Any]) -> None:
+    """Forward and all gradients, twice; and something was cut."""
+    assert "refused" not in found, found["refused"]
+    assert found["forward"] <= 1e-12, found
+    assert found["gradient"] <= 1e-12, found
+    assert found["recompiled"] == 0
+    assert found["held"] <= 0.55, "nothing was cut, so nothing was tested"
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("hf:llama", "whole"),
+        ("hf:gpt2", "whole"),
+        ("user:nanogpt", "whole"),
+        ("user:titan_llama", "blocks"),
+        ("user:einsum", "module"),
+        ("plain", "whole"),
+        ("plain", "blocks"),
+        ("plain", "function"),
+        ("raw", "whole"),
+        ("checkpointed", "whole"),
+        ("branching", "whole"),
+        ("branching_norm", "whole"),
+    ],
+)
+def test_exact(ranks: RankPool, name: str, how: str) -> None:
+    found = run(ranks, "compare", name=name, how=how)
+    is_exact(found)
+    assert found["graphs"] == {"blocks": 3 if name == "plain" else 2}.get(how, 1)
+
+
+def test_graphs_run_as_they_are(ranks: RankPool) -> None:
+    is_exact(run(ranks, "compare", name="plain", backend="eager"))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor(ranks: RankPool) -> None:
+    is_exact(run(ranks, "compare", name="plain", backend="inductor"))
+
+
+@pytest.mark.parametrize("name", ["break_helper", "break_middle", "break_between"])
+def test_graphs_may_break(ranks: RankPool, name: str) -> None:
+    found = run(ranks, "compare", name=name, fullgraph=False)
+    is_exact(found)
+    assert found["graphs"] > 1
+
+
+@pytest.mark.parametrize("name", ["user:titan_llama", "user:nanogpt"])
+def test_new_shapes_compile_as_often_as_without_sharding(ranks: RankPool, name: str) -> None:
+    found = run(ranks, "shapes", name=name)
+    assert found["error"] <= 1e-12
+    assert found["counts"][0] == found["counts"][1]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_dropout(ranks: RankPool, backend: str) -> None:
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    found = run(ranks, "draws", name="dropout_feed", backend=backend)
+    assert found["outputs_agree"]
+    assert found["again"] == 0, "equal seeds, other numbers"
+    assert found["other"] > 0, "other seeds, equal numbers"
+    assert found["masks"][0] != found["masks"][1], "both ranks dropped the same features of theirs"
+
+
+@pytest.mark.parametrize(
+    ("payload", "text"),
+    [
+        ({"name": "alpha_dropout", "train": True}, "alpha_dropout draws random numbers for a rank's part"),
+        ({"name": "dropout", "train": True, "how": "function"}, "compile the model, or its blocks"),
+        ({"name": "raw", "hide": "matmul"}, "0: matmul at compile_models.py"),
+        ({"name": "plain", "hide": "matmul"}, "the model: matmul at compile_models.py"),
+    ],
+)
+def test_refused_by_name(ranks: RankPool, payload: dict[str, Any], text: str) -> None:
+    assert text in run(ranks, "compare", **payload).get("refused", "")
