@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autotp import inputs, sequence, trace
+from autotp import inputs, sequence, torch_hooks, trace
 from autotp.analysis import Analysis, analyse
 from autotp.at_rest import cut_at_rest
 from autotp.construction import with_buffers
@@ -106,6 +106,7 @@ def prepare(
     """Plan, and keep the proved program that the plan stands for."""
     if not any(True for _ in model.parameters()):
         raise PlanError(f"{type(model).__name__} has no parameters: there is nothing to cut")
+    _check_plain(model)
     given = load(plan)
     foreign = given if isinstance(given, ForeignPlan) else None
     own = given if isinstance(given, Plan) else None
@@ -166,6 +167,15 @@ def _follow(
         raise PlanError(as_text(verdict.faults, tp), code=verdict.faults[0].code)
     forced.follow(verdict.dims, verdict.notes, closed=verdict.closed, counted=verdict.counted)
     return record
+
+
+def _check_plain(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if torch_hooks.is_packed(p):
+            raise PlanError(
+                f"{name} {list(p.shape)} is a {type(p).__name__}, which packs values and scales (a quantised weight): "
+                "how it may be cut is not known. Shard the model with ordinary weights"
+            )
 
 
 def example(model: nn.Module, sample: Any, tokens: int = 1) -> tuple[tuple[Any, ...], dict[str, Any], trace.Trace]:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -413,6 +414,11 @@ def in_backward() -> bool:
 def is_dtensor(x: Any) -> TypeGuard[DTensor]:
     """Whether something is a DTensor."""
     return isinstance(x, DTensor)
+
+
+def is_packed(x: Any) -> bool:
+    """Whether a tensor consists of others behind a class of its own, as quantised ones do. A DTensor does not count."""
+    return is_traceable_wrapper_subclass(x) and not isinstance(x, DTensor)
 
 
 def embedding_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PASS, _OPEN, REFUSE = "pass", "open", "refuse: "
 UNPLANNED = "was not reached when the plan was made"
-_ATTENTION = torch_hooks.opened(F.multi_head_attention_forward)
+_ATTENTION: Any = torch_hooks.opened(F.multi_head_attention_forward)
 
 
 class Places:
@@ -77,7 +77,7 @@ class Places:
         missing = [{s for s in run if self.keys[s] not in met} for run in self.program.runs]
         if not missing or not all(missing):
             return ""
-        site = next(iter(min(missing, key=len)))
+        site = next(iter(sorted(missing, key=len)[0]))
         return (
             f"{self.program.path or 'the model'}: {self._name(site)} at {torch_hooks.describe_site(site)} must be "
             "edited on a rank, but torch.compile does not show it, or the compiled code takes another path than the "

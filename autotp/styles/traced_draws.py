@@ -8,7 +8,7 @@ elementwise operation, and which recomputes the same in an activation checkpoint
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ def _attention(
     return _dropped(weights, _kept(weights.shape, dropout_p, ranks, weights), dropout_p) @ value
 
 
-_KNOWN = {
+_KNOWN: dict[str, Callable[..., Tensor]] = {
     "dropout": _dropout,
     "dropout1d": _dropout_channels,
     "dropout2d": _dropout_channels,

@@ -112,10 +112,11 @@ def changed(payload: dict[str, Any]) -> dict[str, Any] | None:
     except AutotpError as e:
         return {"refused": str(e)}
     same = [n for n, _ in model.named_parameters()] == [n for n, _ in reference.named_parameters()]
-    return {**_errors(expected, found), "names": same, "held": _held(model)}
+    return {**errors_of(expected, found), "names": same, "held": held(model)}
 
 
-def _errors(expected: Any, found: Any) -> dict[str, Any]:
+def errors_of(expected: Any, found: Any) -> dict[str, Any]:
+    """Differences of forward and gradients, and whether the same parameters have one."""
     return {
         "forward": error(expected[0], found[0]),
         "gradient": error(expected[1], found[1]),
@@ -123,7 +124,8 @@ def _errors(expected: Any, found: Any) -> dict[str, Any]:
     }
 
 
-def _held(model: nn.Module) -> float:
+def held(model: nn.Module) -> float:
+    """The share of the parameters that this rank has."""
     return sum(local(p).numel() for p in model.parameters()) / sum(p.numel() for p in model.parameters())
 
 
@@ -157,11 +159,11 @@ def copies(payload: dict[str, Any]) -> dict[str, Any] | None:
     autotp.shard(model, mesh, sample=(args, kwargs))
     twin = copy.deepcopy(model)
     expected = step(reference, args, kwargs)
-    errors = _errors(expected, step(twin, args, kwargs))
+    errors = errors_of(expected, step(twin, args, kwargs))
     with torch.no_grad():
         for p in twin.parameters():
             p.mul_(0.5)
-    apart = _errors(expected, step(model, args, kwargs))
+    apart = errors_of(expected, step(model, args, kwargs))
     averages = [
         AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=payload.get("buffers", False))
         for m in (reference, model)

@@ -35,10 +35,10 @@ def is_exact(found: dict[str, Any]) -> None:
         ("hf:gpt2", "whole"),
         ("user:nanogpt", "whole"),
         ("user:titan_llama", "blocks"),
-        ("user:einsum", "module"),
+        pytest.param("user:einsum", "module", marks=pytest.mark.long),
         ("plain", "whole"),
         ("plain", "blocks"),
-        ("plain", "function"),
+        pytest.param("plain", "function", marks=pytest.mark.long),
         ("raw", "whole"),
         ("checkpointed", "whole"),
         ("branching", "whole"),
@@ -55,18 +55,27 @@ def test_graphs_run_as_they_are(ranks: RankPool) -> None:
     is_exact(run(ranks, "compare", name="plain", backend="eager"))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor(ranks: RankPool) -> None:
     is_exact(run(ranks, "compare", name="plain", backend="inductor"))
 
 
-@pytest.mark.parametrize("name", ["break_helper", "break_middle", "break_between"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "break_helper",
+        pytest.param("break_middle", marks=pytest.mark.long),
+        pytest.param("break_between", marks=pytest.mark.long),
+    ],
+)
 def test_graphs_may_break(ranks: RankPool, name: str) -> None:
     found = run(ranks, "compare", name=name, fullgraph=False)
     is_exact(found)
     assert found["graphs"] > 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["user:titan_llama", "user:nanogpt"])
 def test_new_shapes_compile_as_often_as_without_sharding(ranks: RankPool, name: str) -> None:
     found = run(ranks, "shapes", name=name)
@@ -74,7 +83,7 @@ def test_new_shapes_compile_as_often_as_without_sharding(ranks: RankPool, name: 
     assert found["counts"][0] == found["counts"][1]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_dropout(ranks: RankPool, backend: str) -> None:
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor needs a C++ compiler")
