@@ -55,8 +55,9 @@ def test_what_only_theirs_cuts() -> None:
     assert comparison.folded()[0][0].kind == "theirs only"
 
 
-def test_more_ranks_than_key_heads_make_theirs_unsound() -> None:
-    comparison = compared("llama_3_1_8b", tp=8)
+@pytest.mark.parametrize(("name", "tp"), [("llama_3_1_8b", 8), ("qwen3_235b_a22b", 2)])
+def test_more_ranks_than_key_heads_make_theirs_unsound(name: str, tp: int) -> None:
+    comparison = compared(name, tp)
     assert not comparison.ok
     assert any(f.code == "TP-UNSOUND" and "k_proj" in f.where for f in comparison.findings)
 
