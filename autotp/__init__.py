@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         WeightsError,
     )
     from autotp.initialising import materialize
+    from autotp.input_check import check_inputs
     from autotp.loading import load
     from autotp.plan_types import Collective, Finding, Memory, Plan, Row
     from autotp.planning import plan
@@ -62,6 +63,7 @@ _HOMES = {
     "resume": "checkpointing",
     "Saving": "checkpointing",
     "export": "weight_export",
+    "check_inputs": "input_check",
     "Report": "verification",
     "Plan": "plan_types",
     "Row": "plan_types",
@@ -104,6 +106,7 @@ __all__ = [
     "VerifyError",
     "WeightsError",
     "__version__",
+    "check_inputs",
     "export",
     "load",
     "materialize",

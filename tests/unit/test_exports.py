@@ -29,6 +29,7 @@ PUBLIC = [
     "VerifyError",
     "WeightsError",
     "__version__",
+    "check_inputs",
     "export",
     "load",
     "materialize",
