@@ -21,6 +21,7 @@ from autotp.trees import Ref
 Path = tuple[Any, ...]
 Site = tuple[Any, ...]
 Edge = tuple[str, Path]
+_DIRECT = 2  # steps to an argument: by position or by name, and which
 
 
 class Use(NamedTuple):
@@ -253,8 +254,8 @@ class Hoisting:
         while at >= 0:
             m = self.trace.modules[at]
             paths = [p for p, t in m.inputs.items() if t == tid]
-            if len(paths) != 1 or not self._all_enter(m, tid, edit):
-                break
+            if len(paths) != 1 or len(paths[0]) != _DIRECT or not self._all_enter(m, tid, edit):
+                break  # a container's other readers must not get what is entered here, nor lose what is put into it
             found.append(Place(m.path, paths[0], at, tid))
             at = m.parent
         return found
@@ -278,24 +279,29 @@ class Hoisting:
 
     # ------------------------------------------------------------ outputs
     def _outputs(self) -> None:
+        kept = self._kept()
         wanted: dict[tuple[str, Path], list[tuple[Call, int]]] = defaultdict(list)
         for c in self.trace.calls:
             for i in self.edits[c.index].results:
                 m = self.trace.modules[c.module] if c.module >= 0 else None
                 tid = c.outs[i].tid
-                if m is None or any(m.start <= r.index < m.stop for r in self.readers[tid]):
+                if m is None or tid in kept or any(m.start <= r.index < m.stop for r in self.readers[tid]):
                     continue
                 if self.edits[c.index].results[i].of_tokens and m.stop > c.index + 1:
                     continue  # its shape may be read before the next call
-                paths = [p for p, t in m.outputs.items() if t == tid]
-                if len(paths) == 1:
-                    wanted[m.path, paths[0]].append((c, i))
+                if [p for p, t in m.outputs.items() if t == tid] == [()]:  # not in a container, which others may have
+                    wanted[m.path, ()].append((c, i))
         for (module, path), uses in wanted.items():
             results = {self.edits[c.index].results[i] for c, i in uses}
             if len(uses) == len(self.runs[module]) and len(results) == 1:
                 self._program(module).outputs[path] = results.pop()
                 for c, i in uses:
                     self.edits[c.index].results.pop(i)
+
+    def _kept(self) -> set[int]:
+        """Tensors that the forward leaves in attributes, where they are read beside what the module returns."""
+        given = Counter(t for m in self.trace.modules if m.parent < 0 for t in m.outputs.values())
+        return set(Counter(self.trace.outputs) - given)
 
 
 def _cuts(sets: Sets) -> Cuts:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -143,6 +145,69 @@ def _local_index(m: Any, x: Tensor) -> Tensor:
     return m.b(h) + x[:, n : n + 1]
 
 
+class Reader(nn.Module):
+    """A block that reads its input from a container, which others read too, and puts what it makes there."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.a, self.b, self.name = nn.Linear(16, 16), nn.Linear(16, 16), name
+
+    def forward(self, states: Any) -> None:
+        out = self.b(F.relu(self.a(states["h"] if isinstance(states, dict) else states.h)))
+        if isinstance(states, dict):
+            states[self.name] = out
+        else:
+            states.out.append(out)
+
+
+@dataclass
+class States:
+    """A container that is no dict."""
+
+    h: Tensor
+    out: list[Tensor] = field(default_factory=list)
+
+
+class Container(nn.Module):
+    """Blocks that share a container made by ``make(h)``, which the model goes on to read."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.make = nn.Linear(16, 16), nn.Linear(16, 16), make
+        self.readers = nn.ModuleList([Reader("p"), Reader("q")])
+
+    def forward(self, x: Tensor) -> Any:
+        states = self.make(self.b(F.relu(self.a(x))))
+        for reader in self.readers:
+            reader(states)
+        if isinstance(states, dict):
+            return states["h"].sin(), states["p"] * states["q"]
+        return states.h.sin(), states.out[0] * states.out[1]
+
+
+class Keeper(nn.Module):
+    """A block that keeps what it returns, with a layer of its own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.last = nn.Parameter(torch.randn(16, 16)), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = F.linear(x, self.w)
+        return self.last
+
+
+class Kept(nn.Module):
+    """Reads what a block has kept beside what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeper, self.b = Keeper(), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.keeper(x).softmax(-1)) + self.keeper.last.cumsum(-1)
+
+
 def _local_scale(m: Any, x: Tensor) -> Tensor:
     h = F.relu(m.a(x))
     return m.b(h) / h.shape[-1] + F.linear(x, m.w)
@@ -188,6 +253,10 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
         [Layer(i, (lambda h: h.softmax(-1)) if i == 2 else (lambda h: h.relu())) for i in range(7)]
     ),
     "layers run on an input and on a table": lambda: Stack([Positions(), Positions()]),
+    "tensor in a shared dict": lambda: Container(lambda h: {"h": h}),
+    "tensor in a shared ordered dict": lambda: Container(lambda h: OrderedDict(h=h)),
+    "tensor in a shared dataclass": lambda: Container(States),
+    "result kept and returned": Kept,
     "given by name": lambda: Pair(lambda m, x: m.b(F.relu(m.a(x)))),
     "module that planning did not reach": lambda: Pair(lambda m, x: m.b(F.relu(m.a(x)))),
 }
