@@ -138,16 +138,20 @@ def identity(model: nn.Module) -> dict[str, tuple[str, bool, str]]:
     return {n: (first.setdefault(id(t), n), t.requires_grad, str(t.dtype)) for n, t in named}
 
 
+def state(model: nn.Module) -> dict[str, Tensor]:
+    """All state, non-persistent buffers included."""
+    found = {**dict(model.named_buffers(remove_duplicate=False)), **model.state_dict()}
+    return {name: value.detach() for name, value in found.items() if isinstance(value, Tensor)}
+
+
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all state, non-persistent buffers included."""
-    state = {**dict(model.named_buffers(remove_duplicate=False)), **model.state_dict()}
-    return {name: value.detach().clone() for name, value in state.items() if isinstance(value, Tensor)}
+    """Copies of it."""
+    return {name: value.clone() for name, value in state(model).items()}
 
 
 def state_problems(before: dict[str, Tensor], model: nn.Module, group: dist.ProcessGroup) -> list[str]:
     """Where the sharded model's gathered state is not the original, bit for bit."""
-    now = {**dict(model.named_buffers(remove_duplicate=False)), **model.state_dict()}
-    now = {name: value for name, value in now.items() if isinstance(value, Tensor)}
+    now = state(model)
     problems = [f"state_dict lost {name}" for name in before if name not in now]
     problems += [f"state_dict has a new key {name}" for name in now if name not in before]
     if text := disagreement(now, group):
@@ -155,7 +159,7 @@ def state_problems(before: dict[str, Tensor], model: nn.Module, group: dist.Proc
     for name, old in before.items():
         if name not in now:
             continue
-        new = gathered(now[name].detach())
+        new = gathered(now[name])
         if new.shape != old.shape or new.dtype != old.dtype:
             problems.append(f"{name}: was {_layout(old)}, is {_layout(new)} after sharding")
         elif structures.difference(old, new) != 0.0:

@@ -160,23 +160,31 @@ def measure(
     apply: Apply,
     settings: Settings,
     group: dist.ProcessGroup | None = None,
+    known: tuple[nn.Module, Run] | None = None,
 ) -> Figures:
-    """Shard `model` in place with `apply` and compare; the same call on every rank of `mesh`."""
+    """Shard `model` in place with `apply` and compare; the same call on every rank of `mesh`.
+
+    With ``known``, an unsharded model and its run with these settings, for models that memory does not hold several
+    times: no copies are made, and no optimizer step is compared.
+    """
     group = group or mesh.get_group("tp" if mesh.ndim > 1 else None)
     if other := comparing.first_other((tensor for _, tensor in structures.named_tensors(inputs)), group):
         raise VerifyError(
             f"inputs differ between TP ranks 0 and {other}: all ranks of a tensor-parallel group need the same inputs"
         )
-    if other := comparing.first_other(comparing.snapshot(model).values(), group):
+    if other := comparing.first_other(comparing.state(model).values(), group):
         raise VerifyError(
             f"weights differ between TP ranks 0 and {other} before sharding: seed all ranks alike, "
             "or load the same checkpoint on all, to have something to compare with"
         )
     if not settings.dropout:
-        _quieten(model)
-    reference, expected, settings = reference_run(model, inputs, settings)
-    widen_model(model, settings.dtype)
-    before, names = comparing.snapshot(model), comparing.identity(model)
+        quieten(model)
+    if known is None:
+        reference, expected, settings = reference_run(model, inputs, settings)
+        widen_model(model, settings.dtype)
+    else:
+        reference, expected = known
+    before, names = comparing.state(reference) if known else comparing.snapshot(model), comparing.identity(model)
     with settings.mode():
         sharded = apply(model, mesh, structures.map_tensors(inputs, lambda t: widen(t.detach(), settings.dtype)))
     pair = _Pair(reference, sharded, inputs, settings, group, Figures(settings=settings))
@@ -187,12 +195,14 @@ def measure(
     pair.compare_ranks(actual)
     pair.locate()
     pair.figures.problems = comparing.shared_problems(pair.figures.problems, group)
-    if settings.backward and not pair.figures.problems:
+    if known is not None:
+        pair.figures.notes.append("no optimizer step was compared: the model is large")
+    elif settings.backward and not pair.figures.problems:
         pair.take_step()
     return pair.figures
 
 
-def _quieten(model: nn.Module) -> None:
+def quieten(model: nn.Module) -> None:
     """Recurrent layers hand their dropout to a kernel, where no mode sees it."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):

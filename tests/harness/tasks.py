@@ -6,6 +6,7 @@ import functools
 import importlib
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autotp.measuring import Apply, Figures, Inputs, Settings, measure
+
+_MADE: Counter[int] = Counter()
 
 
 @functools.cache
@@ -26,7 +29,8 @@ def mesh_of(tp: int) -> DeviceMesh:
     if dist.get_rank() >= tp:
         return DeviceMesh("cpu", list(range(tp)), mesh_dim_names=("tp",), _init_backend=False)
     world = dist.distributed_c10d._world
-    count, world.group_count = world.group_count, 1000 + tp
+    count, world.group_count = world.group_count, 1000 * (1 + _MADE[tp]) + tp
+    _MADE[tp] += 1
     group = dist.new_group(list(range(tp)), use_local_synchronization=True)
     world.group_count = count
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
+import tempfile
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autotp import sharding, structures
 from autotp.errors import AutotpError, VerifyError
-from autotp.measuring import Inputs, Settings, measure
+from autotp.measuring import Inputs, Run, Settings, measure, quieten, run
 from autotp.mesh import as_mesh_axes
 from autotp.planning import Prepared, prepare
 from autotp.promotion import widen, widen_model
@@ -23,6 +25,7 @@ from autotp.ranks import RankError, RankPool
 from tests.harness.tasks import mesh_of, summary
 
 WHOLE_ROWS = 12  # reasons kept per record
+LARGE = 150_000_000  # parameters; copies of more than that are too much for many machines
 
 
 def build(zoo: str, name: str) -> tuple[nn.Module, Inputs]:
@@ -59,6 +62,8 @@ def records(zoo: str, name: str, sizes: tuple[int, ...], seconds: float) -> list
 
 def _measured(model: nn.Module, inputs: Inputs, tp: int, seconds: float) -> dict[str, Any]:
     start = time.perf_counter()
+    if sum(p.numel() for p in model.parameters()) > LARGE:
+        return _measured_large(model, inputs, tp, seconds)
     prepared = _planned(model, inputs, tp)
     planned = time.perf_counter()
     payload = (copy.deepcopy(model), inputs, tp, prepared)
@@ -66,6 +71,57 @@ def _measured(model: nn.Module, inputs: Inputs, tp: int, seconds: float) -> dict
         numbers = pool.run_forked(_on_rank, payload)[0]
     numbers.update(status="exact" if numbers.pop("ok") else "wrong", plan_seconds=round(planned - start, 2))
     return {**numbers, **_of_plan(prepared)}
+
+
+def _measured_large(model: nn.Module, inputs: Inputs, tp: int, seconds: float) -> dict[str, Any]:
+    """With the model in memory once, and the unsharded gradients in a file that all ranks map."""
+    settings = Settings()
+    widen_model(model, settings.dtype)
+    quieten(model)
+    start = time.perf_counter()
+    with settings.mode():
+        sample = structures.map_tensors(inputs, lambda t: widen(t.detach(), settings.dtype))
+        prepared = prepare(model, as_mesh_axes(tp), sample=sample)
+    planned = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "unsharded.pt"
+        with RankPool(1, timeout=seconds) as pool:
+            pool.run_forked(_write_unsharded, (model, inputs, path))
+        with RankPool(tp, timeout=seconds) as pool:
+            numbers = pool.run_forked(_on_large_rank, (model, inputs, tp, prepared, path))[0]
+    numbers.update(status="exact" if numbers.pop("ok") else "wrong", plan_seconds=round(planned - start, 2))
+    return {**numbers, **_of_plan(prepared)}
+
+
+def _write_unsharded(payload: tuple[nn.Module, Inputs, Path]) -> None:
+    model, inputs, path = payload
+    found = run(model, inputs, Settings())
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    leaves = {name: (leaf.detach(), leaf.grad) for name, leaf in found.leaves.items()}
+    torch.save(
+        {"outputs": {n: t.detach() for n, t in found.outputs.items()}, "gradients": gradients, "leaves": leaves}, path
+    )
+    torch.save(found.kind, path.with_suffix(".kind"))
+
+
+def _on_large_rank(payload: tuple[nn.Module, Inputs, int, Prepared, Path]) -> dict[str, Any]:
+    model, inputs, tp, prepared, path = payload
+    tensors = {id(p): nn.Parameter(p.data, p.requires_grad) for p in model.parameters()}
+    reference = copy.deepcopy(model, {**tensors, **{id(b): b for b in model.buffers()}})
+    saved = torch.load(path, mmap=True)
+    for name, parameter in reference.named_parameters():
+        parameter.grad = saved["gradients"].get(name)
+    leaves = {}
+    for name, (leaf, gradient) in saved["leaves"].items():
+        leaves[name] = leaf.requires_grad_()
+        leaf.grad = gradient
+    kind = torch.load(path.with_suffix(".kind"), weights_only=False)
+    unsharded = Run(outputs=saved["outputs"], kind=kind, leaves=leaves)
+
+    def apply(model: nn.Module, mesh: DeviceMesh, inputs: Inputs) -> nn.Module:
+        return sharding.apply(model, mesh, prepared)
+
+    return summary(measure(model, inputs, mesh_of(tp), apply, Settings(), known=(reference, unsharded)))
 
 
 def _planned(model: nn.Module, inputs: Inputs, tp: int) -> Prepared:
