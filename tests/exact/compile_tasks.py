@@ -163,3 +163,27 @@ def shapes(payload: dict[str, Any]) -> dict[str, Any] | None:
             errors.append(error(step(reference, short, kwargs)[0], out))
         counts.append(counter.frame_count)
     return {"counts": counts, "error": max(errors)}
+
+
+def generates(payload: dict[str, Any]) -> dict[str, Any] | None:
+    """Tokens of a model that is compiled, has run compiled, and then generates; and a step after that."""
+    mesh = mesh_of(2)
+    if dist.get_rank() >= 2:
+        return None
+    model, args, kwargs = build(payload["name"])
+    ids, options = args[0] if args else kwargs["input_ids"], {"max_new_tokens": 4, "do_sample": False}
+    reference = copy.deepcopy(model)
+    expected = reference.generate(ids, **options)  # type: ignore[operator]
+    autotp.shard(model, mesh, sample=(args, kwargs))
+    counter = CompileCounterWithBackend("eager")
+    run = compiled(model, "module", counter, True)
+    before = step(run, args, kwargs)
+    found = [model.generate(ids, **options).tolist() for _ in range(2)]  # type: ignore[operator]
+    graphs = counter.frame_count
+    after = step(run, args, kwargs)
+    errors = [max(error(a, b) for a, b in zip(before, x, strict=True)) for x in (step(reference, args, kwargs), after)]
+    return {
+        "tokens": [t == expected.tolist() for t in found],
+        "error": max(errors),
+        "graphs": [graphs, counter.frame_count],
+    }

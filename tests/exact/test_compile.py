@@ -105,3 +105,10 @@ def test_dropout(ranks: RankPool, backend: str) -> None:
 )
 def test_refused_by_name(ranks: RankPool, payload: dict[str, Any], text: str) -> None:
     assert text in run(ranks, "compare", **payload).get("refused", "")
+
+
+def test_a_compiled_model_generates_as_it_is_written(ranks: RankPool) -> None:
+    found = run(ranks, "generates", name="hf:llama")
+    assert found["tokens"] == [True, True]
+    assert found["error"] <= 1e-12
+    assert found["graphs"] == [1, 1], "generating was compiled, or what was compiled is lost"
