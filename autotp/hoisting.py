@@ -262,19 +262,17 @@ class Hoisting:
 
     def _whole(self, edge: Edge, at: list[Place], uses: int) -> bool:
         """Whether these uses are all of them, in every run of the module: the edge acts on all that reads the input."""
-        reading = sum(self._reading(self.trace.modules[p.run], p.tid) for p in set(at))
+        reading = sum(len(self._reading(self.trace.modules[p.run], p.tid)) for p in set(at))
         return {p.run for p in at} == set(self.runs[edge[0]]) and reading == uses
 
-    def _reading(self, m: ModuleCall, tid: int) -> int:
-        """How many operands inside a run of a module are this tensor."""
+    def _reading(self, m: ModuleCall, tid: int) -> list[tuple[Call, int]]:
+        """The operands inside a run of a module that are this tensor."""
         inside = [c for c in self.readers[tid] if m.start <= c.index < m.stop]
-        return sum(isinstance(x, Ref) and x.tid == tid for c in inside for x in c.leaves)
+        return [(c, i) for c in inside for i, x in enumerate(c.leaves) if isinstance(x, Ref) and x.tid == tid]
 
     def _all_enter(self, m: ModuleCall, tid: int, edit: OperandEdit) -> bool:
-        inside = [c for c in self.readers[tid] if m.start <= c.index < m.stop]
-        leaves = [(c, i) for c in inside for i, x in enumerate(c.leaves) if isinstance(x, Ref) and x.tid == tid]
         returned = tid in m.outputs.values()
-        same = all(self.a.edits[c.index].operands.get(i) == edit for c, i in leaves)
+        same = all(self.a.edits[c.index].operands.get(i) == edit for c, i in self._reading(m, tid))
         return same and not returned and tid not in self.written
 
     # ------------------------------------------------------------ outputs

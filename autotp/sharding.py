@@ -141,7 +141,7 @@ def apply(model: nn.Module, mesh: DeviceMesh, prepared: Prepared, *, fsdp: Fsdp 
     if axes.tp == 1:
         return apply_fsdp(model, mesh, axes, fsdp) if data else model
     tp_mesh = mesh if mesh.ndim == 1 else mesh[axes.tp_name or "tp"]
-    alone = torch_compat.root_size(tp_mesh) == axes.tp
+    alone = torch_compat.root_mesh(tp_mesh).size() == axes.tp
     ranks = Ranks(tp_mesh.get_group(), tp_mesh.get_local_rank(), axes.tp, alone)
     _agree(prepared.plan, ranks)
     _share_first(model, ranks)

@@ -68,11 +68,6 @@ def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 _gather_op = getattr(_funcol, "all_gather_single", None) or _funcol.all_gather_tensor
 
 
-def root_size(mesh: DeviceMesh) -> int:
-    """How many ranks the mesh has that a mesh was taken from; its own number if it was taken from none."""
-    return root_mesh(mesh).size()
-
-
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that a mesh was taken from; itself if it was taken from none."""
     root: DeviceMesh | None = getattr(mesh, "_root_mesh", None)

@@ -131,9 +131,11 @@ class SharedDraws(torch_hooks.Hook):
 
     @torch_dynamo.uncompiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() and (self.always or module.training):
-            _not_traced()
-        draws = agreed(self.ranks) if self.always or module.training else None
+        draws = None
+        if self.always or module.training:
+            if torch.compiler.is_compiling():
+                _not_traced()
+            draws = agreed(self.ranks)
         self.kept.append(draws)
         if draws is not None:
             draws.begin()

@@ -64,7 +64,7 @@ def _measured(model: nn.Module, inputs: Inputs, tp: int, seconds: float) -> dict
     start = time.perf_counter()
     if sum(p.numel() for p in model.parameters()) > LARGE:
         return _measured_large(model, inputs, tp, seconds)
-    prepared = _planned(model, inputs, tp)
+    prepared = _planned(widen_model(copy.deepcopy(model), Settings().dtype), inputs, tp)
     planned = time.perf_counter()
     payload = (copy.deepcopy(model), inputs, tp, prepared)
     with RankPool(tp, timeout=seconds) as pool:
@@ -75,13 +75,10 @@ def _measured(model: nn.Module, inputs: Inputs, tp: int, seconds: float) -> dict
 
 def _measured_large(model: nn.Module, inputs: Inputs, tp: int, seconds: float) -> dict[str, Any]:
     """With the model in memory once, and the unsharded gradients in a file that all ranks map."""
-    settings = Settings()
-    widen_model(model, settings.dtype)
+    widen_model(model, Settings().dtype)
     quieten(model)
     start = time.perf_counter()
-    with settings.mode():
-        sample = structures.map_tensors(inputs, lambda t: widen(t.detach(), settings.dtype))
-        prepared = prepare(model, as_mesh_axes(tp), sample=sample)
+    prepared = _planned(model, inputs, tp)
     planned = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "unsharded.pt"
@@ -124,10 +121,9 @@ def _on_large_rank(payload: tuple[nn.Module, Inputs, int, Prepared, Path]) -> di
     return summary(measure(model, inputs, mesh_of(tp), apply, Settings(), known=(reference, unsharded)))
 
 
-def _planned(model: nn.Module, inputs: Inputs, tp: int) -> Prepared:
+def _planned(wide: nn.Module, inputs: Inputs, tp: int) -> Prepared:
     """As every rank would plan it: on the model in float64, in the mode that it is measured in."""
     settings = Settings()
-    wide = widen_model(copy.deepcopy(model), settings.dtype)
     with settings.mode():
         sample = structures.map_tensors(inputs, lambda t: widen(t.detach(), settings.dtype))
         return prepare(wide, as_mesh_axes(tp), sample=sample)
