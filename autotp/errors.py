@@ -7,6 +7,7 @@
       RuleError       a user rule that matches nothing, or cannot be applied
       PlanError       a plan file or plan that does not fit the model, or cannot be exported
       ProofError      a local program that does not compute what the model computes
+      NotPlannedError a sharded model that takes a path, or meets sizes, that its plan was not made for
       StrictError     `strict=True` and a weight matrix that could hold data was left whole
       VerifyError     a verification that could not be run
       WeightsError    a weight file that cannot be read, or does not fit the model
@@ -70,6 +71,12 @@ class ProofError(AutotpError):
     """A local program whose intermediates are not what the plan says they are."""
 
     default_code = "TP-PROOF"
+
+
+class NotPlannedError(AutotpError):
+    """A sharded model took a path, or met sizes, that were not seen when its program was made."""
+
+    default_code = "TP-PATH"
 
 
 class StrictError(AutotpError):

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from autotp import torch_hooks
+from autotp.errors import NotPlannedError
 from autotp.layouts import to_local
 from autotp.numbers import edited
-from autotp.program import CallEdit, NormEdit, NumberEdit, OperandEdit, ResultEdit
+from autotp.program import CallEdit, Cuts, NormEdit, NumberEdit, OperandEdit, ResultEdit
 from autotp.styles import tokens, traced_draws
 from autotp.styles.comm import Ranks, enter, gather, leave, once, part
 from autotp.styles.random import own_draws
@@ -25,9 +26,35 @@ if TYPE_CHECKING:
 Change = Callable[[Any], Any]
 
 
-def operand(edit: OperandEdit, ranks: Ranks, model: Running) -> Change:
+@dataclass(frozen=True)
+class Place:
+    """Where an edit is made, for messages: a module's edge, or a call in its code."""
+
+    module: str
+    site: Any = None
+
+    def check(self, x: Tensor, dim: int, size: int, part: bool) -> None:
+        """Raise if a tensor has another size than planned along a dim that is cut or joined here."""
+        found = x.shape[dim] if dim < x.ndim else 0
+        if found == size:
+            return
+        where = f" at {torch_hooks.describe_site(self.site)}" if self.site else ""
+        raise NotPlannedError(
+            f"{self.module or 'the model'}{where}: {'this rank is to have' if part else 'planned was a tensor with'} "
+            f"{size} elements in dim {dim}, got {list(x.shape)}: the model took another path, or has other inputs, "
+            "than when the plan was made. Pass a sample like them: autotp.shard(model, mesh, sample=(args, kwargs))."
+        )
+
+
+def _sizes(cuts: Cuts) -> list[int]:
+    """Of the whole tensor, along each dim."""
+    return [1 + max((max(i) for i in indices if len(i)), default=-1) for _, indices in cuts]
+
+
+def operand(edit: OperandEdit, ranks: Ranks, model: Running, place: Place) -> Change:
     """The function that an operand edit is on this rank."""
     of_tokens = edit.of_tokens
+    whole = [] if of_tokens else _sizes(edit.slice)
 
     def change(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -35,17 +62,19 @@ def operand(edit: OperandEdit, ranks: Ranks, model: Running) -> Change:
         if of_tokens:
             return tokens.operand(edit, ranks, model.lengths, x)
         for dim, indices in edit.gather:
+            place.check(x, dim, len(indices[ranks.rank]), part=True)
             x = gather(x, dim, indices, ranks)
         if edit.enter:
             x = enter(x, ranks)
-        for dim, indices in edit.slice:
+        for (dim, indices), size in zip(edit.slice, whole, strict=True):
+            place.check(x, dim, size, part=False)
             x = part(x, dim, indices[ranks.rank])
         return once(x, ranks) if edit.once else x
 
     return change
 
 
-def outcome(edit: ResultEdit, ranks: Ranks, model: Running) -> Change:
+def outcome(edit: ResultEdit, ranks: Ranks, model: Running, place: Place) -> Change:
     """The function that a result edit is on this rank."""
     of_tokens = edit.of_tokens
 
@@ -57,6 +86,7 @@ def outcome(edit: ResultEdit, ranks: Ranks, model: Running) -> Change:
         if edit.leave:
             return leave(x, ranks)
         for dim, indices in edit.gather:
+            place.check(x, dim, len(indices[ranks.rank]), part=True)
             x = gather(x, dim, indices, ranks)
         return x
 
@@ -78,11 +108,11 @@ class BoundCall:
     model: Running
 
     @classmethod
-    def of(cls, edit: CallEdit, ranks: Ranks, model: Running) -> BoundCall:
+    def of(cls, edit: CallEdit, ranks: Ranks, model: Running, place: Place) -> BoundCall:
         return cls(
-            tuple((i, operand(e, ranks, model)) for i, e in edit.operands.items()),
+            tuple((i, operand(e, ranks, model, place)) for i, e in edit.operands.items()),
             tuple(edit.numbers.get(ranks.rank, {}).items()),
-            tuple((i, outcome(e, ranks, model)) for i, e in edit.results.items()),
+            tuple((i, outcome(e, ranks, model, place)) for i, e in edit.results.items()),
             edit.rows[ranks.rank] if edit.rows else None,
             max((max(r) + 1 for r in edit.rows if len(r)), default=0) if edit.rows else 0,
             edit.norm,

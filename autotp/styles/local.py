@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autotp import torch_dynamo, torch_hooks
-from autotp.errors import AutotpError
+from autotp.errors import AutotpError, NotPlannedError
 from autotp.hoisting import ModuleProgram
 from autotp.layouts import to_local
 from autotp.styles import tokens, traced
 from autotp.styles.children import check_children
 from autotp.styles.comm import Ranks
-from autotp.styles.edits import BoundCall, operand, outcome
+from autotp.styles.edits import BoundCall, Place, operand, outcome
 from autotp.trees import edit_at, flatten, kinds
 
 
@@ -89,10 +89,6 @@ class LocalCalls(TorchFunctionMode):
         return result
 
 
-class NotPlannedError(AutotpError):
-    """A sharded model took a path that was not seen when its program was made."""
-
-
 @dataclass
 class Running:
     """Where a sharded model is in this process; its parts share one.
@@ -126,10 +122,14 @@ class BoundProgram:
         self, program: ModuleProgram, ranks: Ranks, model: Running, guarded: bool, keys: dict[Any, str]
     ) -> None:
         self.program, self.inner, self.reached = program, program.inner, program.reached
-        self.params = [(n, operand(e, ranks, model) if e else None) for n, e in program.params.items()]
-        self.inputs = [(p, operand(e, ranks, model)) for p, e in program.inputs.items()]
-        self.outputs = [(p, outcome(e, ranks, model)) for p, e in program.outputs.items()]
-        self.table = {s: [BoundCall.of(e, ranks, model) for e in edits] for s, edits in program.calls.items()}
+        here = Place(program.path)
+        self.params = [(n, operand(e, ranks, model, here) if e else None) for n, e in program.params.items()]
+        self.inputs = [(p, operand(e, ranks, model, here)) for p, e in program.inputs.items()]
+        self.outputs = [(p, outcome(e, ranks, model, here)) for p, e in program.outputs.items()]
+        self.table = {
+            site: [BoundCall.of(e, ranks, model, Place(program.path, site)) for e in edits]
+            for site, edits in program.calls.items()
+        }
         self.edits_calls = program.edits_calls
         self.region = program.holds_cut or program.inner or bool(program.inputs)
         self.known = set(program.kinds) if program.holds_cut and guarded else None

@@ -29,7 +29,7 @@ class Pair(nn.Module):
         self.n = nn.LayerNorm(4)
         self.spare = nn.Linear(16, 16)
         self.register_buffer("ema", torch.zeros(16))
-        self.how = forward
+        self.how, self.group = forward, 2
 
     def forward(self, x: Tensor, flag: bool = False, spare: bool = False) -> Any:
         x = self.spare(x) if spare else x
@@ -266,8 +266,17 @@ def _plain(m: Any, x: Tensor) -> Tensor:
     return m.b(F.relu(m.a(x)))
 
 
+def _pooled(m: Any, x: Tensor) -> Tensor:
+    return torch.cumsum(F.relu(m.a(x)).unflatten(-1, (-1, m.group)).mean(-1), -1)
+
+
 def _replace(m: Any) -> None:
     m.a.weight = nn.Parameter(torch.zeros(16, 16))
+
+
+def _regrouped(m: Any, x: Tensor) -> Any:
+    m.group = 4
+    return m(x)
 
 
 # name -> (what is done with the sharded module and an input, words of the refusal)
@@ -276,6 +285,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "unplanned module": (lambda m, x: m(x, spare=True), "spare was not reached when the plan was made"),
     "part called by itself": (lambda m, x: m.a(x), "outside of the model's forward"),
     "weight replaced": (lambda m, x: (_replace(m), m(x)), "was replaced by an ordinary tensor"),
+    "part of another size": (lambda m, x: _regrouped(m, x), "this rank is to have 2 elements in dim 1, got [4, 1]"),
 }
 
 
@@ -307,7 +317,7 @@ def compare(payload: dict[str, Any]) -> dict[str, Any]:
         return {}
     torch.manual_seed(0)
     name = payload["name"]
-    model = EXACT[name]() if name in EXACT else Pair(_plain)
+    model = EXACT[name]() if name in EXACT else Pair(_pooled if name == "part of another size" else _plain)
     model = model.double().train()
     x = torch.randn(4, 16, dtype=torch.float64)
     expected = copy.deepcopy(model)
