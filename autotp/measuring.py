@@ -29,7 +29,7 @@ SEED = 20240
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to measure: `promote` keeps float64 all the way, `dropout=False` takes dropout out.
+    """How to measure: `promote` keeps float64 all the way, `dropout=False` takes dropout out, `step` takes one of AdamW.
 
     `obstacle` is what came in the way of promotion, if it was asked for and could not be had.
     """
@@ -37,6 +37,7 @@ class Settings:
     dtype: torch.dtype = torch.float64
     promote: bool = True
     backward: bool = True
+    step: bool = True
     dropout: bool = False
     obstacle: str = ""
 
@@ -197,7 +198,7 @@ def measure(
     pair.figures.problems = comparing.shared_problems(pair.figures.problems, group)
     if known is not None:
         pair.figures.notes.append("no optimizer step was compared: the model is large")
-    elif settings.backward and not pair.figures.problems:
+    elif settings.backward and settings.step and not pair.figures.problems:
         pair.take_step()
     return pair.figures
 

@@ -37,7 +37,7 @@ def build(zoo: str, name: str) -> tuple[nn.Module, Inputs]:
     return model, (args, kwargs)
 
 
-def records(zoo: str, name: str, sizes: tuple[int, ...], seconds: float) -> list[dict[str, Any]]:
+def records(zoo: str, name: str, sizes: tuple[int, ...], seconds: float, *, step: bool = True) -> list[dict[str, Any]]:
     """One record per size: status exact, wrong, refused, broken (does not run unsharded), crashed or hung."""
     try:
         model, inputs = build(zoo, name)
@@ -46,9 +46,9 @@ def records(zoo: str, name: str, sizes: tuple[int, ...], seconds: float) -> list
     found = []
     for tp in sizes:
         start = time.perf_counter()
-        record: dict[str, Any] = {"name": name, "tp": tp}
+        record: dict[str, Any] = {"name": name, "tp": tp, "step": step}
         try:
-            record.update(_measured(model, inputs, tp, seconds))
+            record.update(_measured(model, inputs, tp, seconds, Settings(step=step)))
         except VerifyError as error:
             record.update(status="broken", text=str(error))
         except RankError as error:
@@ -60,13 +60,13 @@ def records(zoo: str, name: str, sizes: tuple[int, ...], seconds: float) -> list
     return found
 
 
-def _measured(model: nn.Module, inputs: Inputs, tp: int, seconds: float) -> dict[str, Any]:
+def _measured(model: nn.Module, inputs: Inputs, tp: int, seconds: float, settings: Settings) -> dict[str, Any]:
     start = time.perf_counter()
     if sum(p.numel() for p in model.parameters()) > LARGE:
         return _measured_large(model, inputs, tp, seconds)
     prepared = _planned(widen_model(copy.deepcopy(model), Settings().dtype), inputs, tp)
     planned = time.perf_counter()
-    payload = (copy.deepcopy(model), inputs, tp, prepared)
+    payload = (copy.deepcopy(model), inputs, tp, prepared, settings)
     with RankPool(tp, timeout=seconds) as pool:
         numbers = pool.run_forked(_on_rank, payload)[0]
     numbers.update(status="exact" if numbers.pop("ok") else "wrong", plan_seconds=round(planned - start, 2))
@@ -129,16 +129,16 @@ def _planned(wide: nn.Module, inputs: Inputs, tp: int) -> Prepared:
         return prepare(wide, as_mesh_axes(tp), sample=sample)
 
 
-def _on_rank(payload: tuple[nn.Module, Inputs, int, Prepared]) -> dict[str, Any]:
-    model, inputs, tp, prepared = payload
+def _on_rank(payload: tuple[nn.Module, Inputs, int, Prepared, Settings]) -> dict[str, Any]:
+    model, inputs, tp, prepared, settings = payload
 
     def apply(model: nn.Module, mesh: DeviceMesh, inputs: Inputs) -> nn.Module:
         dtype = next(model.parameters()).dtype
-        if dtype != Settings().dtype:  # it does not run in float64
+        if dtype != settings.dtype:  # it does not run in float64
             return sharding.shard(model, mesh, sample=inputs)
         return sharding.apply(model, mesh, prepared)
 
-    return summary(measure(model, inputs, mesh_of(tp), apply, Settings()))
+    return summary(measure(model, inputs, mesh_of(tp), apply, settings))
 
 
 def _of_plan(prepared: Prepared) -> dict[str, Any]:

@@ -70,6 +70,7 @@ def arguments(
     parser.add_argument("--tp", type=int, nargs="+", default=[2, 4], help="tensor-parallel sizes")
     parser.add_argument("--record", default=record, help="file that records are added to")
     parser.add_argument("--jobs", type=int, default=2, help="entries at a time")
+    parser.add_argument("--no-step", action="store_true", help="compare no optimizer step, which is the slowest part")
     parser.add_argument("--timeout", type=float, default=180, help="seconds per entry and size")
     return parser.parse_args()
 
@@ -88,7 +89,7 @@ def warm_up() -> None:
     import torch
 
     torch.set_num_threads(1)
-    for name in ("torchvision", "transformers", "timm", "tests.zoo.entry"):
+    for name in ("torchvision", "transformers.modeling_utils", "timm", "tests.zoo.entry"):
         try:
             importlib.import_module(name)
         except ImportError:
@@ -117,21 +118,22 @@ def launch(name: str, sizes: tuple[int, ...], options: argparse.Namespace) -> Ru
     """A fork of its own for one entry, in a process group of its own."""
     ours, theirs = mp.Pipe(duplex=False)
     context = mp.get_context("fork")
-    process = context.Process(target=child, args=(theirs, options.records, options.zoo, name, sizes, options.timeout))
+    process = context.Process(target=child, args=(theirs, name, sizes, options))
     process.start()
     theirs.close()
     return Running(process, ours, name, sizes, time.monotonic() + options.timeout * 2 * len(sizes))
 
 
-def child(pipe: Connection, records: str, zoo: str, name: str, sizes: tuple[int, ...], seconds: float) -> None:
+def child(pipe: Connection, name: str, sizes: tuple[int, ...], options: argparse.Namespace) -> None:
     """What the fork does."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-    module, _, function = records.partition(":")
-    pipe.send(getattr(importlib.import_module(module), function)(zoo, name, sizes, seconds))
+    module, _, function = options.records.partition(":")
+    settings = {"step": False} if options.no_step else {}
+    pipe.send(getattr(importlib.import_module(module), function)(options.zoo, name, sizes, options.timeout, **settings))
 
 
 def collect(done: Running) -> list[dict[str, Any]]:
