@@ -56,7 +56,9 @@ def _summary(records: list[Record], tp: int) -> str:
         mine = [r for r in records if r["tp"] == tp and r["name"].startswith(key + ":")]
         if mine:
             lines.append(_group(title, mine))
-    return "".join(lines) + "\n"
+    without = sum(r["tp"] == tp and not r.get("step", True) for r in records)
+    note = f"\n{without} of these were run without the optimizer step.\n" if without else ""
+    return "".join(lines) + note + "\n"
 
 
 def _group(title: str, records: list[Record]) -> str:
