@@ -29,7 +29,9 @@ SEED = 20240
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to measure: `promote` keeps float64 all the way, `dropout=False` takes dropout out, `step` takes one of AdamW.
+    """How to measure: `promote` keeps float64 all the way, `dropout=False` takes dropout out.
+
+    `step` compares parameters and outputs after one step of AdamW too.
 
     `obstacle` is what came in the way of promotion, if it was asked for and could not be had.
     """
