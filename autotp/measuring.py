@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autotp import comparing, structures
 from autotp.errors import VerifyError
+from autotp.mesh import resolve_mesh
 from autotp.promotion import Promoted, widen, widen_model
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -170,7 +171,7 @@ def measure(
     With ``known``, an unsharded model and its run with these settings, for models that memory does not hold several
     times: no copies are made, and no optimizer step is compared.
     """
-    group = group or mesh.get_group("tp" if mesh.ndim > 1 else None)
+    group = group or mesh.get_group((resolve_mesh(mesh).tp_name or "tp") if mesh.ndim > 1 else None)
     if other := comparing.first_other((tensor for _, tensor in structures.named_tensors(inputs)), group):
         raise VerifyError(
             f"inputs differ between TP ranks 0 and {other}: all ranks of a tensor-parallel group need the same inputs"

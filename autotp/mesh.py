@@ -10,16 +10,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .errors import MeshError
+from .plan_types import TP_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch.distributed.device_mesh import DeviceMesh
 
-TP_NAMES = ("tp",)
-FSDP_NAMES = ("dp", "fsdp", "dp_shard")
+FSDP_NAMES = ("dp", "fsdp", "dp_shard", "data_parallel")
 REPLICATE_NAMES = ("dp_replicate",)
-_KNOWN = "tp (tensor parallel), dp / fsdp / dp_shard (FSDP2), dp_replicate (replicas, with one of these)"
+_KNOWN = (
+    f"{' / '.join(TP_NAMES)} (tensor parallel), {' / '.join(FSDP_NAMES)} (FSDP2), "
+    "dp_replicate (replicas, with one of these)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,9 @@ STYLES = (
 """Every style name a row may have. Names are transformers' where it has them."""
 
 
+TP_NAMES = ("tp", "tensor_parallel")  # what an axis of tensor parallelism may be called; the second is Lightning's
+
+
 class Axes(Mapping[str, int]):
     """Mesh axes by name, in mesh order: a mapping that cannot change."""
 
@@ -157,7 +160,7 @@ class Plan:
     @property
     def tp(self) -> int:
         """Number of ranks on the tensor-parallel axis."""
-        return self.mesh.get("tp", 1)
+        return next((self.mesh[name] for name in TP_NAMES if name in self.mesh), 1)
 
     @property
     def cut_share(self) -> float:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotp.errors import MeshError, VerifyError
 from autotp.foreign import ForeignPlan, load
+from autotp.mesh import resolve_mesh
 from autotp.plan_types import Finding, Plan
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def _report(payload: dict[str, Any], mesh: DeviceMesh) -> Report:
     inputs = _inputs(payload["model"], payload["sample"])
     apply = functools.partial(_apply, options=payload["options"])
     figures = measure(payload["model"], inputs, mesh, apply, settings)
-    return _as_report(figures, payload["name"], _tp_size(mesh))
+    return _as_report(figures, payload["name"], resolve_mesh(mesh).tp)
 
 
 def _apply(model: nn.Module, mesh: DeviceMesh, inputs: Inputs, *, options: dict[str, Any]) -> nn.Module:
@@ -268,7 +269,3 @@ def _world_mesh(tp: int | None) -> DeviceMesh:
     if tp is not None and tp != size:
         raise MeshError(f"tp={tp}, but the process group has {size} ranks. Pass mesh= with an axis of {tp} ranks.")
     return init_device_mesh("cuda" if dist.get_backend() == "nccl" else "cpu", (size,), mesh_dim_names=("tp",))
-
-
-def _tp_size(mesh: DeviceMesh) -> int:
-    return mesh.size() if mesh.ndim == 1 else mesh["tp"].size()

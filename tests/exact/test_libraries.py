@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,3 +50,51 @@ def test_weights_that_torchao_has_quantised_are_refused_by_name(config: str, kin
     quantization.quantize_(model, getattr(quantization, config)())
     with pytest.raises(PlanError, match=rf"0\.weight \[64, 32\] is a {kind}.*quantised"):
         autotp.plan(model, tp=2, sample=torch.randn(4, 32))
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankPool]:
+    """Two ranks that are all there are."""
+    with RankPool(2, timeout=SECONDS) as pool:
+        yield pool
+
+
+def is_trained(found: dict[str, Any], held: float) -> None:
+    """The parameters of the unsharded model after the same steps."""
+    assert "refused" not in found, found["refused"]
+    assert found["trained"] <= 1e-10, found
+    assert found["held"] <= held, "nothing was cut, so nothing was tested"
+
+
+def test_shard_is_the_parallelize_fn_of_lightning(ranks: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    pytest.importorskip("accelerate")  # whose state is put back as it was
+    found = ranks.run("tests.exact.libraries_tasks:fabric", str(tmp_path / "checkpoint"), timeout=SECONDS)
+    for rank in found:
+        is_trained(rank, 0.3)
+        assert rank["norm"] <= 1e-10
+        assert rank["loaded"] <= 1e-10
+
+
+@pytest.mark.parametrize("launched", ["", "told"], ids=["processes of their own", "by torchrun"])
+def test_trainer_of_transformers(two: RankPool, tmp_path: Path, launched: str) -> None:
+    pytest.importorskip("accelerate")
+    found = run(two, "trainer", folder=str(tmp_path), launched=launched)
+    is_trained(found, 0.55)
+    for expected, line in zip(*found["logs"], strict=True):
+        assert line == pytest.approx(expected, rel=1e-9)
+
+
+def test_trainer_that_is_not_told_is_refused_by_accelerate(two: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    said = run(two, "trainer", folder=str(tmp_path), launched="untold")["refused"]
+    assert "DTensor` parameters, which is incompatible with DDP" in said
+
+
+def test_a_loop_of_accelerate(two: RankPool) -> None:
+    pytest.importorskip("accelerate")
+    found = two.run("tests.exact.libraries_tasks:accelerated", timeout=SECONDS)
+    assert found[0]["seen"] == found[1]["seen"]
+    assert len(found[0]["seen"]) == 4
+    for rank in found:
+        is_trained(rank, 0.55)

@@ -10,6 +10,7 @@ import pytest
 
 from autotp.errors import AutotpError
 from autotp.mesh import MeshAxes, as_mesh_axes, parse_mesh, resolve_mesh
+from autotp.plan_types import Memory, Plan
 
 
 def device_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None) -> SimpleNamespace:
@@ -56,7 +57,7 @@ def test_one_axis_is_tensor_parallel_whatever_its_name(names: tuple[str, ...] | 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("pp=2,tp=4", "cannot tell what axis 'pp' is for (axes found: pp=2, tp=4). Known names: tp "),
+        ("pp=2,tp=4", "cannot tell what axis 'pp' is for (axes found: pp=2, tp=4). Known names: tp / "),
         ("tp=2,tp=4", "named twice"),
         ("tp=0", "at least one rank"),
         (-2, "at least one rank"),
@@ -100,6 +101,12 @@ def test_a_real_device_mesh() -> None:
         assert resolve_mesh(mesh["dp"]).tp == 2
     finally:
         dist.destroy_process_group()
+
+
+def test_names_of_lightning() -> None:
+    axes = parse_mesh("data_parallel=2,tensor_parallel=4")
+    assert (axes.tp, axes.fsdp, axes.tp_name) == (4, 2, "tensor_parallel")
+    assert Plan(model="toy", mesh=dict(axes.axes), parameters=(), collectives=(), memory=Memory.of(())).tp == 4
 
 
 def test_text_needs_no_torch() -> None:
