@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         MeshError,
         PlanError,
         ProofError,
+        RankLostError,
         RuleError,
         SpecError,
         StrictError,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from autotp.initialising import materialize
     from autotp.input_check import check_inputs
     from autotp.loading import load
+    from autotp.lost_ranks import roll_call
     from autotp.plan_types import Collective, Finding, Memory, Plan, Row
     from autotp.planning import plan
     from autotp.sharding import shard
@@ -64,6 +66,7 @@ _HOMES = {
     "Saving": "checkpointing",
     "export": "weight_export",
     "check_inputs": "input_check",
+    "roll_call": "lost_ranks",
     "Report": "verification",
     "Plan": "plan_types",
     "Row": "plan_types",
@@ -82,6 +85,7 @@ _HOMES = {
     "WeightsError": "errors",
     "BuildError": "errors",
     "CheckpointError": "errors",
+    "RankLostError": "errors",
 }
 
 __all__ = [
@@ -97,6 +101,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "ProofError",
+    "RankLostError",
     "Report",
     "Row",
     "RuleError",
@@ -114,6 +119,7 @@ __all__ = [
     "plan",
     "register_rule",
     "resume",
+    "roll_call",
     "save",
     "shard",
     "verify",

@@ -13,12 +13,14 @@
       WeightsError    a weight file that cannot be read, or does not fit the model
       CheckpointError a checkpoint that cannot be written or read, or does not fit the model
       BuildError      values that only the model's constructor knows, and that cannot be had from it
+      RankLostError   a collective that a rank did not come to
 
 A message says what, where, which numbers, and what to do about it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -107,3 +109,13 @@ class BuildError(AutotpError):
     """A tensor on meta whose value only the constructor knows, and a constructor that cannot be run again."""
 
     default_code = "TP-BUILD"
+
+
+class RankLostError(AutotpError):
+    """A collective failed because ``ranks`` did not come to it, or came with something else."""
+
+    default_code = "TP-LOST"
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = (), code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.ranks = tuple(ranks)

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autotp import torch_hooks
 from autotp.errors import InputError
+from autotp.lost_ranks import calls_of
 from autotp.mesh import FSDP_NAMES, REPLICATE_NAMES
 from autotp.structures import named_tensors
 from autotp.torch_compat import dtensor_spec
@@ -35,7 +36,8 @@ def check_inputs(model: nn.Module) -> RemovableHandle:
     if mesh is None:
         raise InputError("the model is not tensor-parallel: call autotp.shard first, on more than one rank")
     axis = mesh.ndim - 1
-    group, ranks = mesh.get_group(axis), dist.get_process_group_ranks(mesh.get_group(axis))
+    group = mesh.get_group(axis)
+    calls, ranks = calls_of(group), dist.get_process_group_ranks(group)
     device = mesh.device_type if dist.get_backend(group) == "nccl" else "cpu"
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -43,11 +45,11 @@ def check_inputs(model: nn.Module) -> RemovableHandle:
         digest = hashlib.sha256(repr(described).encode()).digest()
         mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
         all_of = [torch.empty_like(mine) for _ in ranks]
-        dist.all_gather(all_of, mine, group=group)
+        calls.run("all_gather", "autotp.check_inputs", mine, dist.all_gather, all_of, mine)
         if all(torch.equal(one, all_of[0]) for one in all_of):
             return
         told: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(told, described, group=group)
+        calls.run("all_gather_object", "autotp.check_inputs", None, dist.all_gather_object, told, described)
         other = next(i for i, one in enumerate(told) if one != told[0])
         raise InputError(
             f"inputs differ between the ranks of a tensor-parallel group: rank {ranks[0]} and rank {ranks[other]}, "

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from .index_fsdp import follow_fsdp
 from .index_ranges import Layout, LayoutError, indices, local_size
 from .index_shard import IndexShard, local_slice, placement_for
+from .lost_ranks import calls_of
 from .torch_compat import (
     DTensorSpec,
     TensorMeta,
@@ -156,7 +157,7 @@ class _SumCopies(torch.autograd.Function):
         shape[layout.dim] = slots
         shared = grad.new_zeros(shape)
         shared.index_copy_(layout.dim, there, grad.index_select(layout.dim, here))
-        dist.all_reduce(shared, group=mesh.get_group(axis))
+        calls_of(mesh.get_group(axis)).run("all_reduce", "", shared, dist.all_reduce, shared)
         own = shared.index_select(layout.dim, there)
         return grad.index_copy(layout.dim, here, own), None, None
 

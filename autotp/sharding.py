@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from autotp.extending import Dealt, layouts_of
 from autotp.generation import Generation, install
 from autotp.hoisting import ModuleProgram
 from autotp.layouts import distribute, layout_of
+from autotp.lost_ranks import watch
 from autotp.mesh import resolve_mesh
 from autotp.plan_types import Plan
 from autotp.planning import Prepared, prepare
@@ -143,8 +145,9 @@ def apply(model: nn.Module, mesh: DeviceMesh, prepared: Prepared, *, fsdp: Fsdp 
     tp_mesh = mesh if mesh.ndim == 1 else mesh[axes.tp_name or "tp"]
     alone = torch_compat.root_mesh(tp_mesh).size() == axes.tp
     ranks = Ranks(tp_mesh.get_group(), tp_mesh.get_local_rank(), axes.tp, alone)
-    _agree(prepared.plan, ranks)
-    _share_first(model, ranks)
+    watch()
+    _agree(prepared.plan, replace(ranks, at="autotp.shard"))
+    _share_first(model, replace(ranks, at="autotp.shard"))
     _cut(model, prepared, tp_mesh, ranks)
     return apply_fsdp(model, mesh, axes, fsdp) if data else model
 
@@ -198,7 +201,8 @@ def _agree(plan: Plan, ranks: Ranks) -> None:
     if all(torch.equal(p, parts[0]) for p in parts):
         return
     plans: list[Any] = [None] * ranks.size
-    dist.all_gather_object(plans, [(r.name, r.shape, r.style, r.dim) for r in plan.parameters], group=ranks.group)
+    rows = [(r.name, r.shape, r.style, r.dim) for r in plan.parameters]
+    ranks.calls.run("all_gather_object", ranks.at, None, dist.all_gather_object, plans, rows)
     other = next((i for i, p in enumerate(plans) if p != plans[0]), 0)
     pairs = zip(plans[0], plans[other], strict=False)
     first = next(((a, b) for a, b in pairs if a != b), None)
@@ -216,6 +220,6 @@ def _share_first(model: nn.Module, ranks: Ranks) -> None:
     tensors: dict[int, Tensor] = {id(t): t for t in (*model.parameters(), *model.buffers()) if not t.is_meta}
     for t in tensors.values():
         whole = t.detach().contiguous()
-        dist.broadcast(whole, ranks.first, group=ranks.group)
+        ranks.broadcast_(whole)
         if whole.data_ptr() != t.data_ptr():
             t.detach().copy_(whole)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.errors import AutotpError
+from autotp.lost_ranks import calls_of
 
 T = TypeVar("T")
 
@@ -57,6 +58,6 @@ def _gathered(mesh: DeviceMesh, mine: dict[int, T]) -> dict[int, T]:
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
             answers: list[dict[int, T]] = [{}] * mesh.size(axis)
-            dist.all_gather_object(answers, mine, group=mesh.get_group(axis))
+            calls_of(mesh.get_group(axis)).run("all_gather_object", "", None, dist.all_gather_object, answers, mine)
             mine = {rank: value for answer in answers for rank, value in answer.items()}
     return mine

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from autotp.lost_ranks import Calls, calls_of
 from autotp.program import Indices
 from autotp.torch_compat import reduce_scatter, traced_all_gather, traced_all_reduce, traced_reduce_scatter
 from autotp.torch_dynamo import at_trace
@@ -39,10 +40,13 @@ class Ranks:
     rank: int
     size: int
     alone: bool = True  # not one group of a mesh that has several
+    at: str = field(default="", compare=False)  # the module whose collectives these are
     name: str = field(init=False, compare=False)  # the group's, by which the compiler knows it
+    calls: Calls = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", getattr(self.group, "group_name", ""))
+        object.__setattr__(self, "calls", calls_of(self.group))
 
     @cached_property
     def first(self) -> int:
@@ -53,22 +57,28 @@ class Ranks:
         """Sum in place over the ranks (while compiling, into a new tensor)."""
         if torch.compiler.is_compiling():
             return traced_all_reduce(x, self.name)
-        dist.all_reduce(x, group=self.group)
+        self.calls.run("all_reduce", self.at, x, dist.all_reduce, x)
         return x
 
     def sum_pieces(self, pieces: Tensor) -> Tensor:
         """Of ``pieces``, one for each rank, this rank's, summed over the ranks."""
         if torch.compiler.is_compiling():
             return traced_reduce_scatter(pieces.flatten(0, 1), self.size, self.name)
-        return reduce_scatter(pieces, self.group)
+        summed: Tensor = self.calls.run("reduce_scatter", self.at, pieces, reduce_scatter, pieces)
+        return summed
 
     def all_parts(self, x: Tensor) -> list[Tensor]:
         """Every rank's tensor; all must have the same shape."""
         if torch.compiler.is_compiling():
             return list(traced_all_gather(x.unsqueeze(0), self.size, self.name).unbind(0))
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x, group=self.group)
+        self.calls.run("all_gather", self.at, x, dist.all_gather, parts, x)
         return parts
+
+    def broadcast_(self, x: Tensor) -> Tensor:
+        """The first rank's tensor, in place."""
+        self.calls.run("broadcast", self.at, x, dist.broadcast, x, self.first)
+        return x
 
 
 def differentiated() -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -155,7 +155,7 @@ class LocalForward(torch_hooks.Hook):
     """The two hooks around a module's forward. Holds no module, so copies of a module share it."""
 
     def __init__(self, path: str, module: nn.Module, cut: set[str], ranks: Ranks, model: Running) -> None:
-        self.path, self.ranks, self.model, self.cut = path, ranks, model, cut
+        self.path, self.ranks, self.model, self.cut = path, replace(ranks, at=path or "the model"), model, cut
         self.names = list(inspect.signature(module.forward).parameters)
         # torch's own layers have one way to run; code of others may branch on what it is given
         self.guarded = not type(module).__module__.startswith("torch.nn.modules.")

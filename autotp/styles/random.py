@@ -99,8 +99,7 @@ def _first_ranks(states: list[Any], ranks: Ranks) -> list[Any]:
     """The first rank's states."""
     flat = torch.cat(states)
     flat = flat.cuda() if dist.get_backend(ranks.group) == "nccl" else flat
-    dist.broadcast(flat, ranks.first, group=ranks.group)
-    return list(flat.cpu().split([len(s) for s in states]))
+    return list(ranks.broadcast_(flat).cpu().split([len(s) for s in states]))
 
 
 @contextmanager
