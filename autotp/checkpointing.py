@@ -18,6 +18,7 @@ from autotp import checkpoint_files, checkpoint_state, construction, torch_hooks
 from autotp.checkpoint_state import VALUES, Optimizers
 from autotp.crew import Crew, crew_of
 from autotp.errors import CheckpointError
+from autotp.mesh import of_one_model
 from autotp.parts import Slot, fill
 from autotp.torch_compat import dtensor_spec, local_of, root_mesh
 
@@ -180,10 +181,10 @@ def resume(
 def mesh_of_model(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh | None:
     """The mesh whose ranks act together; None for this process alone."""
     if mesh is not None:
-        return root_mesh(mesh) if mesh.size() > 1 else None
+        return of_one_model(root_mesh(mesh)) if mesh.size() > 1 else None
     for p in model.parameters():
         if torch_hooks.is_dtensor(p):
-            return root_mesh(dtensor_spec(p).mesh)
+            return of_one_model(root_mesh(dtensor_spec(p).mesh))
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise CheckpointError(
             f"the model is not sharded, and there are {dist.get_world_size()} processes: pass mesh=, the ranks that "

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.errors import AutotpError
-from autotp.torch_compat import default_store, default_timeout, root_mesh
+from autotp.torch_compat import default_store, default_timeout
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -234,9 +234,9 @@ class _Outcome:
 
 
 def crew_of(mesh: DeviceMesh | None, timeout: float | None, kind: type[AutotpError]) -> Crew:
-    """The ranks of a mesh, or of the whole that it was taken from; without one, this process alone."""
+    """The ranks of a mesh; without one, this process alone."""
     if mesh is None:
         return Crew(ranks=(0,), rank=0, timeout=timeout or _LONGEST, kind=kind)
-    ranks = tuple(sorted(int(r) for r in root_mesh(mesh).mesh.flatten().tolist()))
+    ranks = tuple(sorted(int(r) for r in mesh.mesh.flatten().tolist()))
     seconds = timeout or min(default_timeout(), _LONGEST)
     return Crew(ranks=ranks, rank=dist.get_rank(), timeout=seconds, kind=kind, store=default_store())

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 FSDP_NAMES = ("dp", "fsdp", "dp_shard", "data_parallel")
 REPLICATE_NAMES = ("dp_replicate",)
+_ALL_NAMES = (*TP_NAMES, *FSDP_NAMES, *REPLICATE_NAMES)
 _KNOWN = (
     f"{' / '.join(TP_NAMES)} (tensor parallel), {' / '.join(FSDP_NAMES)} (FSDP2), "
     "dp_replicate (replicas, with one of these)"
@@ -83,6 +84,12 @@ def resolve_mesh(mesh: DeviceMesh) -> MeshAxes:
     return _assign(zip(names, sizes, strict=True))
 
 
+def of_one_model(root: DeviceMesh) -> DeviceMesh:
+    """The axes of a mesh that one model is spread over: without others, as of pipeline stages."""
+    known = tuple(name for name in root.mesh_dim_names or () if name in _ALL_NAMES)
+    return root[known] if known and root.ndim > len(known) else root
+
+
 def parse_mesh(text: str | int) -> MeshAxes:
     """`MeshAxes` from text such as "tp=8,dp=4", or from a number of tensor-parallel ranks."""
     if isinstance(text, int) and not isinstance(text, bool):
@@ -119,9 +126,8 @@ def _assign(named_sizes: Iterable[tuple[str, int]]) -> MeshAxes:
         raise MeshError(f"axis {sorted(doubled)[0]!r} is named twice in the mesh ({found})")
     if bad := [f"{name}={size}" for name, size in axes if size < 1]:
         raise MeshError(f"an axis needs at least one rank: {', '.join(bad)} in the mesh ({found})")
-    known = (*TP_NAMES, *FSDP_NAMES, *REPLICATE_NAMES)
     # An axis of size 1 does nothing, whatever its name.
-    if unknown := [name for name, size in axes if name not in known and size > 1]:
+    if unknown := [name for name, size in axes if name not in _ALL_NAMES and size > 1]:
         raise MeshError(f"cannot tell what axis {unknown[0]!r} is for (axes found: {found}). Known names: {_KNOWN}")
     fsdp = _only(axes, FSDP_NAMES, found)
     replicate = _only(axes, REPLICATE_NAMES, found)

@@ -10,7 +10,7 @@ import pytest
 from tests.docs.test_readme import ROOT, blocks, environment
 
 pytestmark = pytest.mark.slow
-(SCRIPT,) = (
+SCRIPT, PIPELINE = (
     body for mark, _, body in blocks((ROOT / "docs" / "train_2d.md").read_text()) if mark == "run with torchrun"
 )
 
@@ -28,6 +28,17 @@ def train(folder, ranks, steps):
     )
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line.startswith("step")]
+
+
+def test_a_pipeline_learns(tmp_path):
+    (tmp_path / "script.py").write_text(PIPELINE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "script.py"]
+    env = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) == 3 and losses[2] < losses[0]
+    assert sorted(path.name for path in (tmp_path / "stages").iterdir()) == ["0", "1"]
 
 
 def test_it_goes_on_on_other_ranks(tmp_path):

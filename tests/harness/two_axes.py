@@ -6,7 +6,8 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
 import autotp
 from autotp.comparing import local
@@ -33,9 +34,19 @@ def _varied(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple((t + s) % 100 if i else t for t, s, i in zip(tensors, shifts, ids, strict=True))
 
 
-def train_step(payload: dict[str, Any]) -> dict[str, float | bool]:
+VARIANTS: tuple[tuple[bool | None, dict[str, bool]], ...] = (
+    (None, {}),
+    (False, {"foreach": False}),
+    (True, {"foreach": True}),
+    (None, {"fused": True}),
+)  # foreach of clip_grad_norm_, options of AdamW
+
+
+def train_step(payload: dict[str, Any]) -> dict[str, Any]:
     """Gradients, clipped norm and one AdamW step on 2 x 2 ranks; errors relative to the largest value."""
-    names = payload["names"]
+    names, options = payload["names"], payload.get("fsdp", {})
+    if options.get("offload"):
+        options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     mesh = grid_of((2,) * len(names), tuple(names))
     model, args, kwargs = registry.build(payload["model"])
     copies = 2 ** (len(names) - 2)  # as many examples as data-parallel ranks
@@ -44,7 +55,7 @@ def train_step(payload: dict[str, Any]) -> dict[str, float | bool]:
     args, kwargs = _varied(args), dict(zip(kwargs, _varied(tuple(kwargs.values())), strict=True))
     model = model.double()
     expected = copy.deepcopy(model)
-    autotp.shard(model, mesh, sample=(args, kwargs))
+    autotp.shard(model, mesh, sample=(args, kwargs), fsdp=options or True)
     before = [n for n, _ in model.named_parameters()]
     kept = all(torch.equal(p.full_tensor(), q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
     coordinate = mesh.get_coordinate()
@@ -56,26 +67,37 @@ def train_step(payload: dict[str, Any]) -> dict[str, float | bool]:
     pairs = list(zip(model.parameters(), expected.parameters(), strict=True))
     largest = max(float(q.grad.abs().max()) for _, q in pairs if q.grad is not None)
     gradient = max(float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs if q.grad is not None)
-    norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (model, expected)]
-    for m in (model, expected):
-        torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=True).step()
-    step = max(float((p.full_tensor() - q).abs().max()) for p, q in pairs)
-    norm = float(norms[0].full_tensor()), float(norms[1])  # type: ignore[operator]
     held = sum(local(p).numel() for p, _ in pairs) / sum(q.numel() for _, q in pairs)
     return {
         "kept": kept,
         "names": before == [n for n, _ in model.named_parameters()],
         "gradient": gradient / largest,
-        "norm": abs(norm[0] - norm[1]) / norm[1],
-        "step": step,
         "held": held,
+        **_clipped_steps(model, expected),
     }
+
+
+def _clipped_steps(model: nn.Module, expected: nn.Module) -> dict[str, list[float]]:
+    """Errors of the clipped norm, and of the parameters after a step; each variant from the same start."""
+    tensors = [t for m in (model, expected) for p in m.parameters() for t in (p, p.grad) if t is not None]
+    start = [local(t).clone() for t in tensors]
+    norms, steps = [], []
+    for foreach, options in VARIANTS:
+        with torch.no_grad():
+            for t, value in zip(tensors, start, strict=True):
+                local(t).copy_(value)
+        found = [torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0, foreach=foreach) for m in (model, expected)]
+        for m in (model, expected):
+            torch.optim.AdamW(m.parameters(), lr=1e-2, **options).step()
+        norm = float(found[0].full_tensor()), float(found[1])  # type: ignore[operator]
+        pairs = zip(model.parameters(), expected.parameters(), strict=True)
+        norms.append(abs(norm[0] - norm[1]) / norm[1])
+        steps.append(max(float((p.full_tensor() - q).abs().max()) for p, q in pairs))  # type: ignore[attr-defined]
+    return {"norms": norms, "steps": steps}
 
 
 def with_policies(payload: object) -> dict[str, Any]:
     """Options of ``fully_shard``: gradients in bfloat16 computation, parameters kept on the CPU and not resharded."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
-
     mesh = grid_of((2, 2), ("dp", "tp"))
     model, args, kwargs = registry.build("hf:llama")
     expected = copy.deepcopy(model)
