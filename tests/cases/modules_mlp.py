@@ -192,12 +192,12 @@ class LoRA(nn.Module):
 
 
 class NormedBlocks(nn.Module):
-    """K23, K26: pre-norm MLP blocks with residuals."""
+    """K23, K26, K31: pre-norm MLP blocks with residuals."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: int = 32) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
-        self.mlps = nn.ModuleList(MLP(nn.Linear(16, 32), nn.Linear(32, 16)) for _ in range(2))
+        self.mlps = nn.ModuleList(MLP(nn.Linear(16, inner), nn.Linear(inner, 16)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         """Each block is added to its input."""

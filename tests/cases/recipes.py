@@ -94,6 +94,12 @@ RECIPES: dict[str, Builder] = {
     "K26": on(mlp.NormedBlocks, x(16, length=8)),
     "K27": on(whole.ByKeyword, pair=(x(), x() + 1)),
     "K29": on(whole.Normed, rows(width=8)),
+    **{
+        f"K31 {inner} {out}": on(
+            lambda inner=inner, out=out: nn.Sequential(mlp.NormedBlocks(inner), nn.Linear(16, out)), x(16)
+        )
+        for inner, out in ((32, 10), (13, 7))
+    },
     "K35 transposed": on(lambda: mlp.MLP(mlp.Transposed(16, 32), mlp.Transposed(32, 16)), rows()),
     "K35 shared": on(mlp.Shared, rows()),
     "K35 view": on(mlp.noncontiguous, rows()),
@@ -108,5 +114,6 @@ RECIPES: dict[str, Builder] = {
     "K45 LSTM": on(lambda: whole.Recurrent("LSTM"), rows(6, 8)[None]),
     "K45 GRU": on(lambda: whole.Recurrent("GRU"), rows(6, 8)[None]),
     "K48": whole.vision_language,
+    "K53": on(lambda: mlp.MLP(nn.Linear(64, 256), nn.Linear(256, 64)), floats(8, 16, 64)),
     "pair": on(lambda: mlp.MLP(nn.Linear(16, 32), nn.Linear(32, 16)), rows()),
 }

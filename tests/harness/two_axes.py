@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 import autotp
 from autotp.comparing import local
-from tests.harness.tasks import grid_of
+from tests.harness.tasks import find, grid_of
 from tests.models import registry
 
 
@@ -48,7 +48,8 @@ def train_step(payload: dict[str, Any]) -> dict[str, Any]:
     if options.get("offload"):
         options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     mesh = grid_of((2,) * len(names), tuple(names))
-    model, args, kwargs = registry.build(payload["model"])
+    build = find(payload["builder"]) if "builder" in payload else registry.build
+    model, args, kwargs = build(payload["model"])
     copies = 2 ** (len(names) - 2)  # as many examples as data-parallel ranks
     args = tuple(_float64(a).repeat(copies, *[1] * (a.ndim - 1)) for a in args)
     kwargs = {k: _float64(v).repeat(copies, *[1] * (v.ndim - 1)) for k, v in kwargs.items()}
