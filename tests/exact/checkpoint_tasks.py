@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
 from autotp.errors import AutotpError
-from tests.exact.loading_tasks import original
+from tests.exact.loading_tasks import empty, original
 from tests.harness.tasks import grid_of, mesh_of
 from tests.harness.two_axes import _loss, _varied
 from tests.models.common import Built
@@ -75,9 +75,11 @@ def train(model: nn.Module, optimizer: Any, scheduler: Any, given: Any, steps: i
     return losses
 
 
-def set_up(name: str, mesh: Any, *, other: bool = False) -> tuple[Any, ...]:
-    """(model, optimizer, scheduler, inputs)"""
+def set_up(name: str, mesh: Any, *, other: bool = False, meta: str = "") -> tuple[Any, ...]:
+    """(model, optimizer, scheduler, inputs); `meta` is how a model without values is built."""
     model, args, kwargs = built(name, other=other)
+    if meta:
+        model = empty(name, meta)
     if mesh is not None:
         autotp.shard(model, mesh, sample=(args, kwargs))
     optimizer = optimizer_of(model)
@@ -105,17 +107,19 @@ def resumed(payload: dict[str, Any]) -> dict[str, Any]:
     path = saving.wait()
     found: dict[str, Any] = {"expected": expected, "saved": saved + on, "path": str(path)}
     for shape in payload["shapes"]:
-        mesh = mesh_for(shape)
+        kind, _, meta = shape.partition(" ")
+        mesh = mesh_for(kind)
         size = mesh.size() if mesh is not None else 1
         if dist.get_rank() >= size:
             continue
-        model, optimizer, scheduler, given = set_up(name, mesh, other=True)
+        model, optimizer, scheduler, given = set_up(name, mesh, other=True, meta=meta)
+        assert not meta or any(p.is_meta for p in model.parameters())
         alone = mesh if mesh is not None else mesh_of(1)
         torch.manual_seed(6)
         extra = autotp.resume(model, folder, optimizer=optimizer, extra={"scheduler": scheduler}, mesh=alone)
         again = torch.rand(1)
         losses = train(model, optimizer, scheduler, given, 2, mesh)
-        same_draw = bool(torch.equal(again, drawn)) or (shape == "2x2" and dist.get_rank() >= 2)
+        same_draw = bool(torch.equal(again, drawn)) or (kind == "2x2" and dist.get_rank() >= 2)
         found[shape] = {"losses": losses, "step": extra["step"], "draw": same_draw}
     dist.barrier()
     return found

@@ -30,6 +30,7 @@ def test_the_next_losses_are_those_of_an_uninterrupted_run(
     ranks: RankPool, tmp_path: Path, model: str, saved: str, asynchronous: bool
 ) -> None:
     shapes = ["tp=2", "tp=1", "2x2", "unsharded"] if saved == "tp=4" else ["tp=4"]
+    shapes += ["2x2 on_meta", "tp=2 meta", "unsharded on_meta"] if saved == "tp=4" else ["tp=4 on_meta"]
     payload = {"model": model, "saved": saved, "folder": str(tmp_path), "asynchronous": asynchronous, "shapes": shapes}
     answers = ranks.run(f"{TASKS}:resumed", payload, timeout=SECONDS)
     for rank, answer in enumerate(answers):
