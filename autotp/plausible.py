@@ -6,8 +6,10 @@ routing indices reach all experts, comparisons hold, and nothing is infinite or 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +23,30 @@ def scalar(t: Tensor) -> Any:
     if type(t) is Tensor and not t.is_meta:
         return t.item()
     return 1.0 if t.is_floating_point() else 1
+
+
+def reader(func: Any) -> Callable[..., Any] | None:
+    """What stands for a torch function that turns a tensor into Python's or numpy's numbers, of traced tensors."""
+    return _READERS.get(getattr(func, "__name__", ""))
+
+
+def _nested(one: float, shape: tuple[int, ...]) -> Any:
+    return [_nested(one, shape[1:]) for _ in range(shape[0])] if shape else one
+
+
+def _read(make: Callable[..., Any]) -> Callable[..., Any]:
+    def read(x: Tensor, *args: Any, **_: Any) -> Any:
+        return make(torch.ops.aten._local_scalar_dense.default(x), tuple(x.shape), *args)
+
+    return read
+
+
+_READERS: dict[str, Callable[..., Any]] = {
+    "tolist": _read(_nested),
+    "numpy": _read(lambda one, shape, *_: np.full(shape, one)),
+    "__array__": _read(lambda one, shape, dtype=None: np.full(shape, one, dtype)),
+    "__format__": _read(lambda one, shape, form: format(one, form) if not shape else str(_nested(one, shape))),
+}
 
 
 def integer_outputs(func: Any, outs: Any, leaves: list[Any]) -> list[Tensor | None]:

@@ -178,8 +178,8 @@ def _run_on_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 _METADATA_NAMES = {
     "size", "dim", "ndimension", "stride", "numel", "nelement", "storage_offset", "is_contiguous", "is_floating_point",
-    "is_complex", "is_signed", "element_size", "get_device", "is_conj", "is_neg", "is_inference", "is_nonzero",
-    "requires_grad_", "__len__", "__hash__", "__repr__", "__format__", "has_names", "is_same_size", "is_coalesced",
+    "is_complex", "is_signed", "element_size", "get_device", "is_conj", "is_neg", "is_inference",
+    "requires_grad_", "__len__", "__hash__", "__repr__", "has_names", "is_same_size", "is_coalesced",
     "_is_view", "is_shared", "is_pinned", "is_tensor", "result_type", "can_cast", "is_set_to", "__dlpack_device__",
     "register_hook", "retain_grad", "untyped_storage", "storage", "data_ptr", "__deepcopy__", "__reduce_ex__",
 }  # fmt: skip

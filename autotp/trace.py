@@ -20,7 +20,7 @@ from autotp import torch_hooks
 from autotp.caches import forget_tensors
 from autotp.errors import AutotpError
 from autotp.held import Layouts, Place, is_object, with_tensors
-from autotp.plausible import integer_outputs, scalar
+from autotp.plausible import integer_outputs, reader, scalar
 from autotp.record import Call, Enough, Recorder, Trace, Traced
 from autotp.repeats import NotAlike
 from autotp.trees import Ref, flatten, rebuild
@@ -52,7 +52,7 @@ class _Ops(TorchDispatchMode):
         if not unreal and not torch_hooks.is_random(func) and _is_small(func, leaves):
             out = func(*args, **kwargs)
         elif func is torch.ops.aten._local_scalar_dense.default:
-            return scalar(args[0])
+            out = scalar(args[0])
         else:
             out = self._on_meta(func, leaves, spec)
         rec = self.recorder
@@ -187,6 +187,7 @@ class _Calls(TorchFunctionMode):
         """Run a call and add it to the record."""
         rec = self.recorder
         rec.call = call
+        func = (reader(func) if args and isinstance(args[0], Traced) else None) or func
         try:
             if self.intercept is not None:
                 result = self.intercept(call, func, args, kwargs)

@@ -130,3 +130,9 @@ def _reduce_weights(own: Ownership, op: Op, tid: int, state: Weights, dims: list
     for i, t in enumerate(op.outs):
         vecs = [Vec(v.param, v.param_dim, places[v.dim] or 0, v.nodes) for v in state.vecs if v.dim not in dims]
         own.put(op, Weights(tuple(vecs), state.params) if t >= 0 else None, i)
+
+
+@rule("_local_scalar_dense")
+def number(own: Ownership, op: Op) -> None:
+    """A tensor that becomes a number of Python's: the same on all ranks, so the tensor is needed whole."""
+    own.all_whole(op, "its value is read by Python code")

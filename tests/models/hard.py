@@ -247,6 +247,7 @@ def _pair(name: str) -> nn.Module:
 
 
 EXACT: dict[str, Callable[[], nn.Module]] = {
+    "numbers read by Python": lambda: Pair(_numbers),
     **{name: (lambda name=name: _pair(name)) for name in _FORWARDS},
     "blocks by number": lambda: Stack([Layer(i) for i in range(7)]),
     "blocks by function": lambda: Stack(
@@ -264,6 +265,14 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
 
 def _plain(m: Any, x: Tensor) -> Tensor:
     return m.b(F.relu(m.a(x)))
+
+
+def _numbers(m: Any, x: Tensor) -> Tensor:
+    h = F.relu(m.a(x))
+    rows, columns = h.sum(-1).tolist(), h.detach().sum(0).numpy()
+    return m.b(h) * (
+        h.sum().item() + float(h.mean()) + int(h.sum()) + rows[1] + columns.max() + float(f"{h.sum():.5f}")
+    )
 
 
 def _pooled(m: Any, x: Tensor) -> Tensor:
