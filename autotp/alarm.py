@@ -27,6 +27,7 @@ LOOK_SECONDS = 1.0  # between two looks for an alarm
 ANSWER_SECONDS = 5.0  # how long answers are waited for
 _FRESH_SECONDS = 600.0  # what was found out longer ago is about something else
 _LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (os.__file__, torch.__file__, __file__))
+_DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 
 
 class Watch:
@@ -103,19 +104,21 @@ class Alarm:
         return None
 
 
-def place_of_thread(thread: threading.Thread) -> str:
-    """The innermost line that belongs to no library, of a thread that runs."""
+def place_of_thread(thread: threading.Thread) -> tuple[str, bool]:
+    """The innermost line that belongs to no library, of a thread that runs; and whether it is in torch.distributed."""
     frame = sys._current_frames().get(thread.ident or 0)
-    return _place((f.f_code, line) for f, line in reversed(list(traceback.walk_stack(frame)))) if frame else ""
+    if frame is None:
+        return "", False
+    lines = [(f.f_code, line) for f, line in reversed(list(traceback.walk_stack(frame)))]
+    return _place(lines), lines[-1][0].co_filename.startswith(_DISTRIBUTED)
 
 
 def place_of_error(trace: TracebackType | None) -> str:
-    """The same, of an error."""
-    return _place((f.f_code, line) for f, line in traceback.walk_tb(trace))
+    """The line, of an error."""
+    return _place([(f.f_code, line) for f, line in traceback.walk_tb(trace)])
 
 
-def _place(lines: Iterable[tuple[CodeType, int]]) -> str:
+def _place(lines: list[tuple[CodeType, int]]) -> str:
     """Of lines of code, the innermost last."""
-    known = list(lines)
-    own = [x for x in known if not x[0].co_filename.startswith((*_LIBRARIES, "<frozen"))]
-    return next((f"{code.co_filename}:{line} in {code.co_name}" for code, line in reversed(own or known)), "")
+    own = [x for x in lines if not x[0].co_filename.startswith((*_LIBRARIES, "<frozen"))]
+    return next((f"{code.co_filename}:{line} in {code.co_name}" for code, line in reversed(own or lines)), "")

@@ -80,8 +80,9 @@ def watch() -> None:
 
 
 def _where() -> dict[str, Any]:
-    place = _failed_at[-1] if _failed_at else place_of_thread(threading.main_thread())
-    return {"place": place, "calls": [[c.ranks, c.count, c.told()] for c in list(_known.values())]}
+    place, waits = (_failed_at[-1], True) if _failed_at else place_of_thread(threading.main_thread())
+    calls = [[c.ranks, c.count, c.told()] for c in list(_known.values())]
+    return {"place": place, "waits": waits or any(doing for _, _, doing in calls), "calls": calls}
 
 
 # ---------------------------------------------------------------- collectives of autotp
@@ -94,33 +95,51 @@ def _found_out(calls: Calls, error: Exception) -> RankLostError | None:
         alarm = Alarm.raised()
         if (found := alarm.found_before(calls.ranks, calls.count)) is not None:
             return _after(found, head, said)
-        reasons = _reasons(calls, alarm.answers(calls.ranks), alarm.store)
-        if not reasons:
+        reasons, lost = _missing(calls, alarm)
+        if not lost:
             return None
         text = _by_rank(reasons)
-        alarm.publish(reasons, text, calls.ranks, calls.count)
-        return RankLostError(f"{head}: {text}{said}", ranks=tuple(reasons))
+        alarm.publish(lost, text, calls.ranks, calls.count)
+        return RankLostError(f"{head}: {text}{said}", ranks=lost)
     except (dist.DistError, OSError) as gone:
         return _no_store(head, said, gone)
 
 
-def _reasons(calls: Calls, answers: dict[int, dict[str, Any]], store: Any) -> dict[int, str]:
-    """Of the ranks that did not come to a collective, or came with something else, what is known."""
-    found: dict[int, str] = {}
-    here = calls.count, calls.told()
-    for rank in calls.ranks:
-        if rank == dist.get_rank():
-            continue
-        if rank not in answers:
-            found[rank] = _raised(store, rank) or _SILENT
-            continue
-        there = [(count, doing) for ranks, count, doing in answers[rank]["calls"] if tuple(ranks) == calls.ranks]
-        count, doing = max(there, default=(0, ""))
-        if not doing:
-            found[rank] = _raised(store, rank) or f"did not come, but was at {answers[rank]['place']}"
-        elif (count, doing) != here:
-            found[rank] = f"was in {doing}, collective {count} there"
-    return found
+def _missing(calls: Calls, alarm: Alarm) -> tuple[dict[int, str], list[int]]:
+    """What is known of the ranks of a group that are not in its collective; and who is to blame.
+
+    That is they, unless all of them wait in collectives of other groups: then whoever waits nowhere.
+    """
+    answers = alarm.answers(range(dist.get_world_size()))
+    others, here = [r for r in calls.ranks if r != dist.get_rank()], (calls.count, calls.told())
+    lost: dict[int, str] = {}
+    waiting: dict[int, str] = {}
+    for rank in others:
+        of = [(n, doing) for ranks, n, doing in answers.get(rank, _NOTHING)["calls"] if tuple(ranks) == calls.ranks]
+        number, doing = max(of, default=(0, ""))
+        if not doing and rank in answers and answers[rank]["waits"]:
+            waiting[rank] = f"waits in a collective of other ranks, at {answers[rank]['place']}"
+        elif not doing:
+            lost[rank] = _absent(answers, rank, alarm.store)
+        elif (number, doing) != here:
+            lost[rank] = f"was in {doing}, collective {number} there"
+    if waiting and not lost:
+        lost = _nowhere(answers, alarm.store)
+    return {**waiting, **lost}, list(lost or waiting)
+
+
+_NOTHING: dict[str, Any] = {"calls": []}
+
+
+def _nowhere(answers: dict[int, dict[str, Any]], store: Any) -> dict[int, str]:
+    """What is known of all ranks that wait in no collective."""
+    idle = [r for r in range(dist.get_world_size()) if r not in answers or not answers[r]["waits"]]
+    return {r: _absent(answers, r, store) for r in idle if r != dist.get_rank()}
+
+
+def _absent(answers: dict[int, dict[str, Any]], rank: int, store: Any) -> str:
+    known = _raised(store, rank)
+    return known or (f"did not come, but was at {answers[rank]['place']}" if rank in answers else _SILENT)
 
 
 def _raised(store: Any, rank: int) -> str:
@@ -164,8 +183,8 @@ def roll_call() -> Iterator[None]:
     """Around a training loop, on every rank: names the rank that is missing in any collective, not only in autotp's.
 
     What leaves the block as an error of communication (of FSDP2, of a clipped norm, of your own all_reduce) is raised
-    as a :class:`RankLostError` that says of every rank whether it lives and where it is. Whatever else leaves it on one
-    rank is told to the others, which name it when they miss that rank.
+    as a :class:`RankLostError` that names the ranks that wait in no collective, and where they are. Whatever else
+    leaves it on one rank is told to the others, which say so when they miss that rank.
     """
     watch()
     store, rank = default_store(), dist.get_rank()
@@ -200,15 +219,14 @@ def _found_anywhere(error: Exception) -> RankLostError:
         alarm = Alarm.raised()
         if (found := alarm.found_before()) is not None:
             return _after(found, head, said)
-        ranks = range(dist.get_world_size())
-        answers = alarm.answers(ranks)
-        raised = {r: text for r in ranks if (text := _raised(alarm.store, r))}
-        lost = {**{r: _SILENT for r in ranks if r not in answers}, **raised}
-        text = _by_rank(lost) or "all ranks live"
+        answers = alarm.answers(range(dist.get_world_size()))
+        lost = _nowhere(answers, alarm.store)
+        text = _by_rank(lost)
         if lost:
             alarm.publish(lost, text)
-        where = _by_rank({r: f"still at {answer['place']}" for r, answer in sorted(answers.items()) if r not in lost})
-        return RankLostError(f"{head}: {text}. {where}{said}", ranks=tuple(lost))
+        else:
+            text = "all ranks wait: " + _by_rank({r: f"at {answer['place']}" for r, answer in sorted(answers.items())})
+        return RankLostError(f"{head}: {text}{said}", ranks=tuple(lost))
     except (dist.DistError, OSError) as gone:
         return _no_store(head, said, gone)
     finally:

@@ -18,7 +18,7 @@ from tests.cases.checks import SECONDS, is_named
 from tests.cases.test_k47_disagree import Layers
 
 pytestmark = pytest.mark.slow
-LIMIT = 4.0  # of the process group
+LIMIT = 2.0  # of the process group
 
 
 def only_rank_0(folder: str) -> dict[str, Any]:

@@ -30,6 +30,7 @@ def train(folder, ranks, steps):
     return [line for line in done.stdout.splitlines() if line.startswith("step")]
 
 
+@pytest.mark.long
 def test_a_pipeline_learns(tmp_path):
     (tmp_path / "script.py").write_text(PIPELINE)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "script.py"]

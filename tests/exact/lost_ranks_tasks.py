@@ -123,6 +123,15 @@ def dies_on_two_axes(rank: int) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
+def hangs_on_two_axes(rank: int) -> None:
+    """Rank 1 of 2 x 2 does not come in time; rank 3 waits for it in a collective of FSDP2, rank 2 for rank 3."""
+    model = sharded(2, 2)
+    if rank == 1:
+        loads_data(LONG)
+    with autotp.roll_call():
+        model(X).sum().backward()
+
+
 def not_sharded(rank: int) -> None:
     """Rank 1 does not call autotp.shard."""
     if rank == 0:
@@ -140,6 +149,7 @@ SCENARIOS: dict[Callable[[int], None], int] = {
     ran_less_often: 2,
     killed_in_backward: 2,
     dies_on_two_axes: 4,
+    hangs_on_two_axes: 4,
     not_sharded: 2,
 }
 

@@ -39,6 +39,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, dict[s
         ("ran_less_often", [0], 1, ["did not come, but was at", "in loads_data"]),
         ("killed_in_backward", [0], 1, ["in layers.0 ", "the process has ended"]),
         ("dies_on_two_axes", [0, 1, 2], 3, ["the process has ended"]),
+        ("hangs_on_two_axes", [0, 2, 3], 1, ["did not come, but was at", "in loads_data"]),
         ("not_sharded", [0], 1, ["in autotp.shard", "it has not called autotp.shard"]),
     ],
 )
@@ -69,3 +70,6 @@ def test_an_error_of_the_user_stays_what_it_is(told: dict[str, dict[int, dict[st
 def test_a_collective_of_others_is_explained_too(told: dict[str, dict[int, dict[str, Any]]]) -> None:
     """Rank 1 waits for rank 3 in one that FSDP2 makes."""
     assert "a collective failed at" in told["dies_on_two_axes"][1]["error"]
+    assert "a collective failed at" in told["hangs_on_two_axes"][3]["error"]
+    whole = told["hangs_on_two_axes"][2]["error"]
+    assert "rank 3 waits in a collective of other ranks" in whole or "has found before" in whole
