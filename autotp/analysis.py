@@ -47,6 +47,12 @@ class Analysis:
     rounds: int = 0
     chosen: frozenset[int] = frozenset()  # parameters whose cut the user fixed
 
+    @property
+    def returned_cut(self) -> dict[tuple[Any, ...], int]:
+        """What is cut up to the end because a loss reads it so, by its place in what the model returns."""
+        back = [(path, t) for m in self.trace.modules if m.parent < 0 for path, t in m.outputs.items()]
+        return {path: t for path, t in back if t in self.own.fed and self.dealing.sets(t)}
+
 
 @dataclass
 class Search:
@@ -171,8 +177,9 @@ class Search:
             self.choices = replace(self.choices, room={**self.choices.room, **room})
             return True
         asked = dict(own.new_gather)
+        at_end = own.fed & self.trace.given_back  # put together where the model returns them
         for t in self.trace.outputs:
-            if isinstance(own.states.get(t), Owned):
+            if isinstance(own.states.get(t), Owned) and t not in at_end:
                 asked.setdefault(t, "nothing after it needs it cut")
         returned = {p for t in self.trace.outputs if own.is_cut(t) for p in self._weights_of(own, t)}
         kept = {p: "its values are returned by the model" for p in returned if self.choices.dims.get(p, 0) is not None}
@@ -230,7 +237,7 @@ class Search:
     def _only_source(own: Ownership, op: Op) -> int | None:
         found = rule_of(op.func)
         if op.call in own.shared:  # the cut tensor may as well be gathered before it
-            return next(x.tid for x in own.trace.calls[op.call].leaves if isinstance(x, Ref))
+            return own.shared[op.call][1]
         if not (found in (movement, pointwise) or (found is None and torch_hooks.is_pointwise(op.func))) or op.writes:
             return None
         ins = list(dict.fromkeys(op.ins))

@@ -91,6 +91,7 @@ class Hoisting:
         self._params()
         self._inputs()
         self._outputs()
+        self._returned()
         runs: dict[tuple[int, Site], list[CallEdit]] = defaultdict(list)
         for c in self.trace.calls:
             if c.module >= 0:
@@ -141,7 +142,7 @@ class Hoisting:
             program = self.programs.get(m.path)
             if program is not None:
                 program.kinds |= {m.kinds}
-                edges = (*m.inputs.values(), *m.outputs.values())
+                edges = (*m.inputs.values(), *(m.outputs.values() if m.parent >= 0 else ()))
                 program.inner |= any(sets(t) for t in edges) or self._entered_outside(m, entered)
 
     def _recomputed(self) -> None:
@@ -295,6 +296,11 @@ class Hoisting:
                 self._program(module).outputs[path] = results.pop()
                 for c, i in uses:
                     self.edits[c.index].results.pop(i)
+
+    def _returned(self) -> None:
+        """What stays cut up to the end, because a loss reads it so, is put together where the model returns it."""
+        for path, tid in self.a.returned_cut.items():
+            self._program("").outputs[path] = ResultEdit(gather=_cuts(self.a.dealing.sets(tid)))
 
     def _kept(self) -> set[int]:
         """Tensors that the forward leaves in attributes, where they are read beside what the module returns."""

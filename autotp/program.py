@@ -15,6 +15,7 @@ from autotp import torch_hooks
 from autotp.ownership.dealing import Dealing, Sets, Tokens, indices
 from autotp.ownership.engine import Ownership
 from autotp.ownership.rules_movement import IDENTITY
+from autotp.ownership.rules_shared_classes import SharedClasses
 from autotp.ownership.rules_shared_norm import SharedNorm
 from autotp.ownership.state import Want
 from autotp.record import Call, Op
@@ -67,10 +68,10 @@ class ResultEdit:
 
 
 @dataclass(frozen=True)
-class NormEdit:
-    """A norm that shares its statistics, and who holds which index of the cut dim of its input."""
+class SharedEdit:
+    """What the ranks do together in place of a call, and who holds which index of the cut dim of its input."""
 
-    norm: SharedNorm
+    what: SharedNorm | SharedClasses
     parts: Indices
 
 
@@ -82,7 +83,7 @@ class CallEdit:
     results: dict[int, ResultEdit] = field(default_factory=dict)
     numbers: dict[int, dict[int, NumberEdit]] = field(default_factory=dict)
     rows: Indices | None = None
-    norm: NormEdit | None = None
+    shared: SharedEdit | None = None
     random: bool = False
     stream: int | None = None  # its tensors are cut by the tokens of this stream
     local: bool = False  # an operand is a parameter of another module: its local tensor is taken here
@@ -93,7 +94,7 @@ class CallEdit:
             or self.results
             or any(self.numbers.values())
             or self.rows
-            or self.norm
+            or self.shared
             or self.random
             or self.local
         )
@@ -166,7 +167,7 @@ class Lowering:
         if call.fixed and (edit.operands or edit.results):
             raise CannotEdit(call.index, f"{call.name} is a custom autograd function, whose gradient is not known")
         edit.rows = self._rows(call)
-        edit.norm = self._norm(call)
+        edit.shared = self._shared(call)
         edit.random = self._random(call)
         if call.module < 0 and edit:
             raise CannotEdit(call.index, f"{call.name} is called outside of the model")
@@ -364,12 +365,11 @@ class Lowering:
                 return self.dealing.sets(self.trace.ops[i].args[0].tid)[0]
         return None
 
-    def _norm(self, call: Call) -> NormEdit | None:
-        norm = self.own.shared.get(call.index)
-        if norm is None:
+    def _shared(self, call: Call) -> SharedEdit | None:
+        if call.index not in self.own.shared:
             return None
-        x = next(x.tid for x in call.leaves if isinstance(x, Ref))
-        return NormEdit(norm, self.dealing.sets(x)[norm.cut])
+        what, x = self.own.shared[call.index]
+        return SharedEdit(what, self.dealing.sets(x)[what.cut])
 
     def _random(self, call: Call) -> bool:
         if not self.trace.draws:
@@ -406,4 +406,4 @@ def _numel(shape: tuple[int, ...]) -> int:
     return n
 
 
-__all__ = ["CallEdit", "CannotEdit", "Lowering", "NormEdit", "NumberEdit", "OperandEdit", "ResultEdit"]
+__all__ = ["CallEdit", "CannotEdit", "Lowering", "NumberEdit", "OperandEdit", "ResultEdit", "SharedEdit"]

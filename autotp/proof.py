@@ -200,8 +200,8 @@ class Prover:
                 args, kwargs = rebuild(self._numbers(tried, leaves), spec)
                 if edit.rows is not None:
                     args, kwargs = self._any_row(args, kwargs)
-                if edit.norm is not None:
-                    result = torch.empty_like(args[0] if args else kwargs["input"])  # what replaces it keeps the shape
+                if edit.shared is not None:
+                    result = self._done_together(call, leaves, wanted)
                 else:
                     result = func(*args, **kwargs)
             except Unproven:
@@ -260,6 +260,13 @@ class Prover:
     def _only(self, call: Call, rules: set[Any]) -> bool:
         ops = self.trace.ops[call.start : call.stop]
         return bool(ops) and all(rule_of(op.func) in rules for op in ops)
+
+    def _done_together(self, call: Call, leaves: list[Any], wanted: list[Any]) -> Tensor:
+        """A call that the ranks replace together: what comes out has the shape and type that the rules say."""
+        x = self.dealing.own.shared[call.index][1]
+        mine = next(y for y, ref in zip(leaves, call.leaves, strict=True) if isinstance(ref, Ref) and ref.tid == x)
+        made: Tensor = mine.new_empty(wanted[0], dtype=self.trace.tensors[call.outs[0].tid].dtype)
+        return made
 
     def _any_row(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Stand-in indices: at run time each rank looks up only rows it has."""

@@ -10,6 +10,7 @@ from torch import nn
 from autotp.analysis import Analysis
 from autotp.layouts import Layout
 from autotp.ownership.dealing import local_shape
+from autotp.ownership.rules_shared_norm import SharedNorm
 from autotp.plan_types import Row
 from autotp.trees import Ref
 
@@ -23,6 +24,7 @@ class _Rows:
         attended = self.own.attended
         self.heads = np.unique(self.own.nodes.find(np.concatenate(attended))) if attended else np.zeros(0, dtype=int)
         self.tried = [(name, np.unique(self.own.nodes.find(groups))) for name, groups in self.own.tried]
+        self.classed = [(name, np.unique(self.own.nodes.find(groups))) for name, groups in self.own.classed]
         self.entered: set[int] = set()
         self.gathers: dict[int, str] = {}
         self.normed: set[int] = set()
@@ -30,7 +32,7 @@ class _Rows:
         for c in self.trace.calls:
             edit = analysis.edits[c.index]
             params = [x.tid for x in c.leaves if isinstance(x, Ref) and self.trace.tensors[x.tid].parameter]
-            self.normed |= set(params) if edit.norm else set()
+            self.normed |= set(params) if edit.shared and isinstance(edit.shared.what, SharedNorm) else set()
             for i, e in edit.operands.items():
                 if e.enter:
                     (self.entered if e.stream is None else self.by_tokens).add(c.leaves[i].tid)
@@ -102,6 +104,8 @@ class _Rows:
             text += "; the norm's statistics are shared by the ranks"
         for name in dict.fromkeys(n for n, of in self.tried if np.isin(groups, of).any()):
             text += f"; {name} keeps it cut, as was found by running it"
+        for name in dict.fromkeys(n for n, of in self.classed if np.isin(groups, of).any()):
+            text += f"; {name} runs on the parts of its output"
         if role == "rows":
             text += "; each rank looks up its own rows"
         if tid in self.own.split_input:

@@ -147,6 +147,14 @@ class Trace:
         """Paths of skipped blocks, each with the path of the block it is like."""
         return [(m.path, self.modules[m.same_as].path) for m in self.modules if m.same_as >= 0]
 
+    @property
+    def given_back(self) -> set[int]:
+        """Tensors that the model returns and that nothing else reads afterwards, if it was called once."""
+        roots = [m for m in self.modules if m.parent < 0]
+        if len(roots) != 1 or self.drive is not None:
+            return set()
+        return set(roots[0].outputs.values()) - set(Counter(self.outputs) - Counter(roots[0].outputs.values()))
+
     def forget(self, index: int) -> None:
         """Drop the calls and inner module runs of the latest module run; its tensors stay."""
         start = self.modules[index].start

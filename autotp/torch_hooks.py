@@ -7,8 +7,9 @@ import opcode
 import os
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
@@ -234,7 +235,8 @@ def opened(func: Any) -> Any | None:
 # ---------------------------------------------------------------- places in the user's code
 
 _MODULE_FILE = nn.modules.module.__file__
-_BOUNDARY = {"_call_impl", "_wrapped_call_impl", "inner"}
+_HOOKED, _UNHOOKED = "inner", "_call_impl"  # the frames that call a forward: of a module with hooks, and of one without
+_BOUNDARY = {_HOOKED, _UNHOOKED, "_wrapped_call_impl"}
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _MACHINERY = tuple(
     _HERE + name for name in ("trace.py", "proof.py", "repeats.py", "torch_hooks.py", "promotion.py", "styles")
@@ -253,25 +255,45 @@ def is_machinery(code: types.CodeType) -> bool:
     return code.co_filename.startswith(_MACHINERY) or code.co_filename == _TORCH_OVERRIDES
 
 
-def call_site(depth: int = 2, base: types.FrameType | None = None) -> tuple[Any, ...]:
+def call_site(
+    depth: int = 2,
+    base: types.FrameType | None = None,
+    known: Mapping[Any, Any] | None = None,
+    through: Collection[types.CodeType] = (),
+) -> tuple[Any, ...]:
     """Where in the running module's code a torch function was called: (code, instruction) from the inside out.
 
     With ``base``, the frame that runs the forward in question, empty for calls that another module's forward makes.
+    While recording every module of the model has hooks; one without is made by the forward (``CrossEntropyLoss()``
+    in transformers), and its code is part of the running module's. At run time, when modules of the model may be
+    without hooks too, it is told by the places that are ``known``, and the forwards that these lead ``through``.
     """
     frame: types.FrameType | None = sys._getframe(depth)
-    chain = []
+    chain: list[tuple[types.CodeType, int]] = []
+    passed = False
     while frame is not None:
         code = frame.f_code
         if is_boundary(code):
-            if base is not None and frame is not base:
+            if frame is base or (base is None and code.co_name == _HOOKED):
+                break
+            if code.co_name == _UNHOOKED and (base is None or (chain and chain[-1][0] in through)):
+                chain.append((code, 0))
+                passed = True
+            elif not passed or code.co_name == _HOOKED:
                 return ()
-            break
-        if code.co_name == "run" and code.co_filename == _TRACE:
+        elif code.co_name == "run" and code.co_filename == _TRACE:
             break  # whoever calls the model: the same place however it was reached
-        if not is_machinery(code):
+        elif not is_machinery(code):
             chain.append((code, _instruction(code, frame.f_lasti)))
         frame = frame.f_back
-    return tuple(chain)
+    site = tuple(chain)
+    return () if passed and known is not None and site not in known else site
+
+
+def led_through(sites: Iterable[tuple[Any, ...]]) -> frozenset[types.CodeType]:
+    """The forwards of modules that are no part of the model, and that these places are inside of."""
+    pairs = [pair for site in sites for pair in pairwise(site)]
+    return frozenset(a[0] for a, b in pairs if isinstance(b[0], types.CodeType) and is_boundary(b[0]))
 
 
 _PRECALL = opcode.opmap.get("PRECALL", -1)  # Python 3.11 only

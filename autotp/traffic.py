@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from autotp.analysis import Analysis
 from autotp.hoisting import ModuleProgram
+from autotp.ownership.rules_shared_classes import SharedClasses
 from autotp.plan_types import Collective
-from autotp.program import NormEdit, ResultEdit
+from autotp.program import ResultEdit, SharedEdit
 from autotp.record import Call, Trace
 from autotp.trees import Ref
 
@@ -41,16 +42,17 @@ def collectives_of(analysis: Analysis, programs: dict[str, ModuleProgram]) -> tu
                 entered.add(tid)
                 at, path = _place(trace, edge, c.module, tid) or (c.index, where)
                 backward.append((at, _one(analysis, path, "all_reduce", "backward", tid)))
-        if edit.norm is not None:
-            both = _statistics(analysis, c, edit.norm)
-            forward.append((c.index, Collective(module=where, kind=both[0], when="forward", bytes=both[1])))
-            backward.append((c.index, Collective(module=where, kind="all_reduce", when="backward", bytes=both[1])))
+        for when, kind, size in _statistics(analysis, c, edit.shared) if edit.shared is not None else ():
+            placed = forward if when == "forward" else backward
+            placed.append((c.index, Collective(module=where, kind=kind, when=when, bytes=size)))
         for i, r in edit.results.items():
             if isinstance(c.outs[i], Ref):
                 tid = c.outs[i].tid
                 kinds = _of_result(r, trace.tensors[tid].grad)
                 forward += [(c.index, _one(analysis, where, kind, "forward", tid)) for kind in kinds[0]]
                 backward += [(c.index, _one(analysis, where, kind, "backward", tid)) for kind in kinds[1]]
+    for tid in analysis.returned_cut.values():
+        forward.append((len(trace.calls), _one(analysis, "", "all_gather", "forward", tid)))
     return (*_with_skipped(trace, forward), *_with_skipped(trace, backward))
 
 
@@ -71,12 +73,18 @@ def _of_result(edit: ResultEdit, grad: bool) -> tuple[list[str], list[str]]:
     return ["all_reduce" if edit.leave else "all_gather"], ["reduce_scatter"] * (edit.summed and grad)
 
 
-def _statistics(analysis: Analysis, call: Call, edit: NormEdit) -> tuple[str, int]:
-    """How a norm's statistics are exchanged, and the bytes of all of them."""
-    info = analysis.trace.tensors[next(x.tid for x in call.leaves if isinstance(x, Ref))]
-    rows = info.shape[0] * edit.norm.over if edit.norm.kind == "group" else math.prod(info.shape[: -edit.norm.over])
-    size = rows * max(info.dtype.itemsize, 4)
-    return ("all_reduce", size) if edit.norm.kind == "rms" else ("all_gather", 2 * len(edit.parts) * size)
+def _statistics(analysis: Analysis, call: Call, edit: SharedEdit) -> list[tuple[str, str, int]]:
+    """When and how statistics are exchanged where a call is replaced, and the bytes of all of them."""
+    what, info = edit.what, analysis.trace.tensors[analysis.own.shared[call.index][1]]
+    width, ranks = max(info.dtype.itemsize, 4), len(edit.parts)
+    if isinstance(what, SharedClasses):
+        rows = math.prod(info.shape) // info.shape[what.cut]
+        sent, back = what.sent[0] * ranks, what.sent[1] if info.grad else 0
+        found = [("forward", "all_gather", sent * rows * width), ("backward", "all_reduce", back * rows * width)]
+        return [x for x in found if x[2]]
+    rows = info.shape[0] * what.over if what.kind == "group" else math.prod(info.shape[: -what.over])
+    both = ("all_reduce", rows * width) if what.kind == "rms" else ("all_gather", 2 * ranks * rows * width)
+    return [("forward", *both), ("backward", "all_reduce", both[1])]
 
 
 def _with_skipped(trace: Trace, found: Placed) -> list[Collective]:

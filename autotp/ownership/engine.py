@@ -100,7 +100,9 @@ class Ownership:
         self.was_partial: set[int] = set()
         self.scaled: dict[int, tuple[Count, ...]] = {}  # call -> integers that count groups, to be scaled with them
         self.vocab: set[int] = set()
-        self.shared: dict[int, Any] = {}  # call -> a norm over cut features, whose statistics the ranks share
+        self.shared: dict[int, tuple[Any, int]] = {}  # call -> what the ranks do together there, and with which tensor
+        self.classed: list[tuple[str, np.ndarray]] = []  # losses over cut classes, and the groups of these
+        self.fed: set[int] = set()  # cut tensors that such losses are made from
         self.leave: dict[int, int] = {}
         self.gathered: dict[int, Tensor] = {}
         self.new_gather: dict[int, str] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from functools import cached_property
 
 from autotp.ownership.engine import Ownership, find_rule
@@ -70,6 +71,26 @@ class Reach:
             reached.update(t for t in op.outs if t >= 0)
             until = max([until, *(self.last_use.get(t, -1) for t in op.outs)])
         return ends > 0 and sums <= self._numel(tid) and reached.isdisjoint(self.trace.outputs)
+
+    def ends_in(self, tid: int, at: int, names: Collection[str]) -> bool:
+        """Whether all that becomes of a tensor made at operation ``at`` are operations of these names.
+
+        Past those that move elements or take them one by one.
+        """
+        reached, ends = {tid}, 0
+        until = self.last_use.get(tid, -1)
+        while (at := at + 1) <= until:
+            op = self.trace.ops[at]
+            if reached.isdisjoint(op.ins):
+                continue
+            if op.func.overloadpacket.__name__ in names:
+                ends += 1
+                continue
+            if find_rule(op) not in (movement, cat, pointwise) or not reached.issuperset(op.writes):
+                return False
+            reached.update(t for t in op.outs if t >= 0)
+            until = max([until, *(self.last_use.get(t, -1) for t in op.outs)])
+        return ends > 0 and reached.isdisjoint(self.trace.outputs)
 
     def _passes(self, own: Ownership, op: Op, reached: set[int]) -> bool:
         """Whether an operation keeps the cut, and what it meets is cut as well."""

@@ -10,6 +10,7 @@ from autotp.ownership import (  # noqa: F401
     rules_recurrent,
     rules_reduce,
     rules_scatter,
+    rules_shared_classes,
     rules_shared_norm,
     rules_vision,
 )

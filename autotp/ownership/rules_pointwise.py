@@ -80,6 +80,14 @@ def _into_whole(own: Ownership, op: Op, tids: list[int]) -> None:
     return own.all_whole(op, f"{op.func.overloadpacket} writes into a whole tensor")
 
 
+@rule("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
+def made_beside(own: Ownership, op: Op) -> None:
+    """What is made of numbers takes only its type from the operand: however that is cut, it is whole."""
+    own.want(op.ins[0], "own")
+    room = own.choices.room.get(op.outs[0])
+    own.put(op, Owned(room.owners(own.shape(op.outs[0]))) if room is not None else None)
+
+
 @rule("triu", "tril")
 def by_position(own: Ownership, op: Op) -> None:
     """What happens to an element depends on where it is in the last two dims: these must be whole."""

@@ -53,7 +53,7 @@ def shared_norm(own: Ownership, call: Call) -> bool:
     if not own.reach.pays(own, out, call.stop - 1):
         return False
     own.at = call.stop - 1
-    own.shared[call.index] = SharedNorm(kind, over, cut[0])
+    own.shared[call.index] = SharedNorm(kind, over, cut[0]), x
     own.want(x, "own")
     for p in dict.fromkeys(refs[1:]):
         first = o.ndim - len(own.shape(p)) if kind != "group" else 1

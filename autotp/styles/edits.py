@@ -13,10 +13,12 @@ from autotp import torch_hooks
 from autotp.errors import NotPlannedError
 from autotp.layouts import to_local
 from autotp.numbers import edited
-from autotp.program import CallEdit, Cuts, NormEdit, NumberEdit, OperandEdit, ResultEdit
+from autotp.ownership.rules_shared_norm import SharedNorm
+from autotp.program import CallEdit, Cuts, NumberEdit, OperandEdit, ResultEdit, SharedEdit
 from autotp.styles import tokens, traced_draws
 from autotp.styles.comm import Ranks, enter, gather, leave, once, part
 from autotp.styles.random import own_draws
+from autotp.styles.shared_classes import shared_classes
 from autotp.styles.shared_norm import shared_norm
 from autotp.trees import flatten, rebuild
 
@@ -102,7 +104,7 @@ class BoundCall:
     results: tuple[tuple[int, Change], ...]
     rows: Sequence[int] | None
     of_rows: int
-    norm: NormEdit | None
+    shared: SharedEdit | None
     random: bool
     stream: int | None
     model: Running
@@ -115,7 +117,7 @@ class BoundCall:
             tuple((i, outcome(e, ranks, model, place)) for i, e in edit.results.items()),
             edit.rows[ranks.rank] if edit.rows else None,
             max((max(r) + 1 for r in edit.rows if len(r)), default=0) if edit.rows else 0,
-            edit.norm,
+            edit.shared,
             edit.random,
             edit.stream,
             model,
@@ -134,8 +136,9 @@ class BoundCall:
         args, kwargs = rebuild(leaves, spec)
         if self.rows is not None:
             result = look_up(self.rows, self.of_rows, func, args, kwargs)
-        elif self.norm is not None:
-            result = shared_norm(self.norm, func, args, kwargs, ranks)
+        elif self.shared is not None:
+            together = shared_norm if isinstance(self.shared.what, SharedNorm) else shared_classes
+            result = together(self.shared, func, args, kwargs, ranks)
         elif self.random and self._is_cut() and torch_hooks.draws(func, args, kwargs):
             result = self._drawn(func, args, kwargs, ranks)
         else:

@@ -32,7 +32,7 @@ class LocalCalls(TorchFunctionMode):
     def __init__(self, local: LocalForward, program: BoundProgram, base: Any, compiling: bool) -> None:
         super().__init__()
         self.local, self.program, self.base = local, program, base
-        self.table, self.ranks = program.table, local.ranks
+        self.table, self.through, self.ranks = program.table, program.through, local.ranks
         self.seen: dict[Any, int] = {}
         self.compiling = compiling
         self.met: list[str] = []  # the edited calls that were seen, if it may be compiled
@@ -45,7 +45,7 @@ class LocalCalls(TorchFunctionMode):
             return traced.entered(self, func, args, kwargs)
         if torch_hooks.is_metadata(func):
             return func(*args, **kwargs)
-        site = torch_hooks.call_site(2, self.base)
+        site = torch_hooks.call_site(2, self.base, self.table, self.through)
         if not site:
             return func(*args, **kwargs)
         opened = torch_hooks.opened(func)
@@ -130,6 +130,7 @@ class BoundProgram:
             site: [BoundCall.of(e, ranks, model, Place(program.path, site)) for e in edits]
             for site, edits in program.calls.items()
         }
+        self.through = torch_hooks.led_through(self.table)
         self.edits_calls = program.edits_calls
         self.region = program.holds_cut or program.inner or bool(program.inputs)
         self.known = set(program.kinds) if program.holds_cut and guarded else None

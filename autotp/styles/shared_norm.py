@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from autotp import torch_hooks
-from autotp.program import NormEdit
+from autotp.ownership.rules_shared_norm import SharedNorm
+from autotp.program import Indices, SharedEdit
 from autotp.styles.comm import Ranks, enter, gather, leave
 from autotp.torch_dynamo import at_trace
 
@@ -25,9 +26,11 @@ _NAMES = {
 }
 
 
-def shared_norm(edit: NormEdit, func: Any, args: Any, kwargs: Any, ranks: Ranks) -> Tensor:
+def shared_norm(edit: SharedEdit, func: Any, args: Any, kwargs: Any, ranks: Ranks) -> Tensor:
     """What ``func`` makes of the whole input, at this rank's features."""
-    kind = edit.norm.kind
+    norm = edit.what
+    assert isinstance(norm, SharedNorm)
+    kind = norm.kind
     given = {**dict(zip(_NAMES[kind], args, strict=False)), **kwargs}
     x, weight, bias, eps = given["input"], given.get("weight"), given.get("bias"), given.get("eps")
     wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
@@ -35,21 +38,21 @@ def shared_norm(edit: NormEdit, func: Any, args: Any, kwargs: Any, ranks: Ranks)
         eps = torch.finfo(wide).eps if kind == "rms" else 1e-5
     h = x.to(wide)
     if kind == "group":
-        y = _group(edit, h, eps, ranks)
+        y = _group(norm, edit.parts, h, eps, ranks)
         weight, bias = (None if p is None else p.view(-1, *[1] * (x.ndim - 2)) for p in (weight, bias))
     else:
-        y = _features(edit, h, eps, ranks)
+        y = _features(norm, edit.parts, h, eps, ranks)
     y = y if weight is None else y * weight
     y = y if bias is None else y + bias
     of_weight = None if weight is None else weight.dtype
     return y.to(_result_dtype(func, kind, x.dtype, of_weight, x.device.type, _autocast(x)))
 
 
-def _features(edit: NormEdit, x: Tensor, eps: float, ranks: Ranks) -> Tensor:
+def _features(norm: SharedNorm, parts: Indices, x: Tensor, eps: float, ranks: Ranks) -> Tensor:
     """Statistics over the last dims, one of which is cut."""
-    dims = list(range(x.ndim - edit.norm.over, x.ndim))
-    shares = [len(p) for p in edit.parts]
-    if edit.norm.kind == "rms":
+    dims = list(range(x.ndim - norm.over, x.ndim))
+    shares = [len(p) for p in parts]
+    if norm.kind == "rms":
         size = math.prod(x.shape[d] for d in dims) // max(shares[ranks.rank], 1) * sum(shares)
         squares = enter(leave(x.pow(2).sum(dims, keepdim=True), ranks), ranks)
         return x * torch.rsqrt(squares / size + eps)
@@ -60,11 +63,11 @@ def _features(edit: NormEdit, x: Tensor, eps: float, ranks: Ranks) -> Tensor:
     return (x - mean) * torch.rsqrt(spread + eps)
 
 
-def _group(edit: NormEdit, x: Tensor, eps: float, ranks: Ranks) -> Tensor:
+def _group(norm: SharedNorm, parts: Indices, x: Tensor, eps: float, ranks: Ranks) -> Tensor:
     """Statistics per group of channels; a rank may have some channels of a group, or none."""
-    n, groups = x.shape[:2], edit.norm.over
-    per_group = sum(len(p) for p in edit.parts) // groups
-    of = [torch.tensor([c // per_group for c in p], device=x.device, dtype=torch.int64) for p in edit.parts]
+    n, groups = x.shape[:2], norm.over
+    per_group = sum(len(p) for p in parts) // groups
+    of = [torch.tensor([c // per_group for c in p], device=x.device, dtype=torch.int64) for p in parts]
     mine = of[ranks.rank]
     counts = torch.stack([torch.bincount(o, minlength=groups) for o in of]).to(x.dtype)
     own = counts[ranks.rank].clamp(min=1)
