@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from autotp import torch_hooks
+from autotp import torch_ops
 from autotp.errors import ProofError
 from autotp.ownership.dealing import Dealing, NotARectangle
 from autotp.ownership.engine import Choices, Ownership, rule_of
@@ -238,7 +238,7 @@ class Search:
         found = rule_of(op.func)
         if op.call in own.shared:  # the cut tensor may as well be gathered before it
             return own.shared[op.call][1]
-        if not (found in (movement, pointwise) or (found is None and torch_hooks.is_pointwise(op.func))) or op.writes:
+        if not (found in (movement, pointwise) or (found is None and torch_ops.is_pointwise(op.func))) or op.writes:
             return None
         ins = list(dict.fromkeys(op.ins))
         return ins[0] if len(ins) == 1 and isinstance(own.states.get(ins[0]), Owned) else None

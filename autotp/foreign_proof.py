@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from autotp import torch_hooks
+from autotp import torch_ops
 from autotp.analysis import Analysis
 from autotp.folding import fold_findings
 from autotp.foreign import GATHERS, SPLITS, Claim, Claims, ForeignPlan, resolve
@@ -289,7 +289,7 @@ class Check:
                 return True
             return False
         same = [t for t in dict.fromkeys(op.ins) if len(self.trace.tensors[t].shape) == len(shape)]
-        alike = torch_hooks.is_pointwise(op.func) or op.func.overloadpacket.__name__ in IDENTITY
+        alike = torch_ops.is_pointwise(op.func) or op.func.overloadpacket.__name__ in IDENTITY
         full = [t for t in same if any(self.trace.tensors[t].shape[d] > 1 for d in dims)]
         return alike and bool(full) and len(same) == len(set(op.ins)) and all(self._repeats(t, dims) for t in full)
 

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from autotp import torch_hooks
+from autotp import torch_frames
 from autotp.analysis import Analysis
 from autotp.errors import PlanError
 from autotp.ownership.dealing import Sets
@@ -103,7 +103,7 @@ class Hoisting:
             before = calls.get(site, [])
             if any(a != b for a, b in zip(before, edits, strict=False)):
                 raise PlanError(
-                    f"{path}: its runs would have to be edited in different ways at {torch_hooks.describe_site(site)}"
+                    f"{path}: its runs would have to be edited in different ways at {torch_frames.describe_site(site)}"
                 )
             calls[site] = max(before, edits, key=len)
         self._guards()
@@ -148,12 +148,12 @@ class Hoisting:
     def _recomputed(self) -> None:
         """Calls of a module's own code inside of a checkpoint, which runs them again outside of the module."""
         for c in self.trace.calls:
-            if c.module < 0 or not torch_hooks.in_checkpoint(c.site):
+            if c.module < 0 or not torch_frames.in_checkpoint(c.site):
                 continue
             reads = any(isinstance(x, Ref) and self.trace.tensors[x.tid].parameter for x in c.leaves)
             if reads or self.edits[c.index]:
                 program = self._program(self.trace.module_path(c))
-                program.recomputed = f"{c.name} at {torch_hooks.describe_site(c.site)}"
+                program.recomputed = f"{c.name} at {torch_frames.describe_site(c.site)}"
 
     def _runs(self) -> None:
         edited: dict[int, set[Site]] = defaultdict(set)

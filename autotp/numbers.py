@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from autotp import torch_hooks
+from autotp import torch_ops
 from autotp.errors import AutotpError
 from autotp.ownership.dealing import Dealing
 from autotp.ownership.state import Count
@@ -141,7 +141,7 @@ def _place(call: Call, count: Count) -> int | None:
     if count.name is None:
         at = [i for i, g in enumerate(call.leaves) if type(g) is int and g == count.value]
         return at[-1] if at else None
-    schema = torch_hooks.schema_of(call.func)
+    schema = torch_ops.schema_of(call.func)
     if schema is None:
         return None
     args, kwargs = rebuild(list(range(len(call.leaves))), call.spec)

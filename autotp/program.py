@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
-from autotp import torch_hooks
+from autotp import torch_hooks, torch_ops
 from autotp.ownership.dealing import Dealing, Sets, Tokens, indices
 from autotp.ownership.engine import Ownership
 from autotp.ownership.rules_movement import IDENTITY
@@ -257,7 +257,7 @@ class Lowering:
 
         name = op.func.overloadpacket.__name__
         shape, out_shape = self.own.shape(source), self.own.shape(tid)
-        if torch_hooks.is_pointwise(op.func) or name in IDENTITY or (shape == out_shape and name in _SAME):
+        if torch_ops.is_pointwise(op.func) or name in IDENTITY or (shape == out_shape and name in _SAME):
             if shape == out_shape:
                 return edit
             raise CannotEdit(call.index, f"{call.name} broadcasts an operand before it is cut")
@@ -377,7 +377,7 @@ class Lowering:
         outs = [x.tid for x in call.outs if isinstance(x, Ref)]
         inside = [t for i in range(call.start, call.stop) for t in self.trace.ops[i].outs if t >= 0]
         drawn = torch_hooks.may_be_random(call.func) or any(
-            torch_hooks.is_random(self.trace.ops[i].func) for i in range(call.start, call.stop)
+            torch_ops.is_random(self.trace.ops[i].func) for i in range(call.start, call.stop)
         )
         return drawn and any(self._have(t, call) for t in [*outs, *inside])
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotp import torch_hooks
+from autotp import torch_frames, torch_hooks
 from autotp.numbers import Numbers, Solver, Unsolvable, edited
 from autotp.ownership.dealing import Dealing, local_shape
 from autotp.ownership.engine import rule_of
@@ -128,7 +128,7 @@ class Prover:
         before = len(self.recorder.trace.ops)
         result = func(*args, **kwargs)
         if len(self.recorder.trace.ops) > before or any(isinstance(x, Tensor) for x in flatten(result)[0]):
-            where = torch_hooks.describe_site(call.site)
+            where = torch_frames.describe_site(call.site)
             raise Unproven(max(self.at, 0), f"the model's own code takes another path ({call.name} at {where})")
         return result
 
@@ -214,7 +214,7 @@ class Prover:
                 numbers.update(tried)
                 return result
             error = why
-        where = torch_hooks.describe_site(call.site)
+        where = torch_frames.describe_site(call.site)
         raise Unproven(call.index, f"{call.name} at {where} cannot be made to work on a rank's part: {error}")
 
     def _wrong(

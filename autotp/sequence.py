@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from autotp import torch_hooks
+from autotp import torch_hooks, torch_ops
 from autotp.analysis import Analysis, Force, Search, analyse
 from autotp.ownership import rules_linear, rules_norm
 from autotp.ownership.dealing import Dealing, Tokens
@@ -275,7 +275,7 @@ class Spent:
         tensors, own = self.trace.tensors, {t for op in ops for t in op.outs}
         others = {t for op in ops for t in op.ins if tensors[t].grad and t not in own} - {tid}
         rules = [find_rule(op) for op in ops if any(tensors[t].grad for t in op.ins)]
-        draws = any(torch_hooks.is_random(op.func) for op in ops) or torch_hooks.may_be_random(call.func)
+        draws = any(torch_ops.is_random(op.func) for op in ops) or torch_hooks.may_be_random(call.func)
         return not others and not draws and all(rule in (movement, pointwise) for rule in rules)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotp import torch_hooks
+from autotp import torch_hooks, torch_ops
 from autotp.errors import BuildError
 from autotp.playback import UNSET, Entry, Reel, Return, SetState
 from autotp.trees import Ref, flatten, rebuild
@@ -81,11 +81,11 @@ class _Ops(TorchDispatchMode):
         self.first_state = self.last_state = torch.get_rng_state()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = torch_hooks.without_device(func, kwargs or {})
+        kwargs = torch_ops.without_device(func, kwargs or {})
         leaves, spec = flatten((args, kwargs))
         waiting = any(isinstance(x, Pending) for x in leaves)
-        random = torch_hooks.is_random(func)
-        written = torch_hooks.written_args(func, args, kwargs)
+        random = torch_ops.is_random(func)
+        written = torch_ops.written_args(func, args, kwargs)
         if not waiting and not random and not _is_deferred(func, leaves):
             return func(*args, **kwargs)
         by_content = func is torch.ops.aten._local_scalar_dense.default or (
@@ -102,7 +102,7 @@ class _Ops(TorchDispatchMode):
         args, kwargs = rebuild(given, spec)
         if any(a.name == "device" for a in func._schema.arguments):
             kwargs = {**kwargs, "device": torch.device("meta")}
-        out = torch_hooks.run_on_meta(func, args, kwargs, content)
+        out = torch_ops.run_on_meta(func, args, kwargs, content)
         for w in written:
             if isinstance(w, Pending) and w.inner.shape != w.shape:
                 raise BuildError(f"{func} changes the shape of a tensor in place, from {list(w.shape)}")

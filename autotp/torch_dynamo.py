@@ -24,7 +24,7 @@ from torch._C._dynamo.eval_frame import (
 )
 from torch.overrides import TorchFunctionMode
 
-from autotp import torch_hooks
+from autotp import torch_frames
 from autotp.errors import AutotpError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -116,7 +116,7 @@ _PASSAGES = (_TORCH + "utils" + os.sep, _TORCH + "autograd" + os.sep, _DYNAMO, _
 
 def _is_passage(code: types.CodeType) -> bool:
     """Whether a frame only leads to the user's code: decorators, checkpoints. Dynamo sees some of them, not all."""
-    return code.co_filename.startswith(_PASSAGES) or torch_hooks.is_machinery(code)
+    return code.co_filename.startswith(_PASSAGES) or torch_frames.is_machinery(code)
 
 
 _GRAPHS = tuple(_TORCH + part for part in (f"_functorch{os.sep}_aot", f"_functorch{os.sep}aot", "_inductor", "_dynamo"))
@@ -143,12 +143,12 @@ def here() -> Here:
     found: list[Place] = []
     modules = len(tx.nn_module_stack)
     while tx is not None:
-        if torch_hooks.is_boundary(tx.f_code):
+        if torch_frames.is_boundary(tx.f_code):
             return Here(_places(found), id(tx), modules > len(tx.nn_module_stack))
         found.append((tx.f_code, tuple(tx.current_instruction.positions or ())))
         tx = getattr(tx, "parent", None)
     frame = _above_compiler()  # Python itself has called what is being traced
-    while frame is not None and not torch_hooks.is_boundary(frame.f_code):
+    while frame is not None and not torch_frames.is_boundary(frame.f_code):
         found.append((frame.f_code, _positions(frame.f_code)[frame.f_lasti // 2]))
         frame = frame.f_back
     return Here(_places(found), id(frame), modules > 0)

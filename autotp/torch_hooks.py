@@ -1,15 +1,15 @@
-"""Private corners of torch that recording and running a model stand on. Nothing else in autotp touches them."""
+"""Private corners of torch, one of three: torch functions, and switches of dispatch, autograd and modules.
+
+With torch_ops.py and torch_frames.py what recording and running a model stand on; nothing else in autotp touches it.
+"""
 
 from __future__ import annotations
 
 import functools
-import opcode
-import os
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
@@ -24,158 +24,6 @@ T = TypeVar("T")
 
 _aten = torch.ops.aten
 
-# ---------------------------------------------------------------- aten operations
-
-
-@functools.cache
-def is_random(func: Any) -> bool:
-    """Whether an aten operation draws from a generator."""
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-
-
-_PURE = {
-    *("mm", "bmm", "addmm", "baddbmm", "convolution", "embedding", "cat", "clone", "_to_copy", "native_layer_norm"),
-    *("sum", "mean", "amax", "var", "cumsum", "_softmax", "_log_softmax", "_safe_softmax"),
-}
-
-
-@functools.cache
-def is_pure(func: Any) -> bool:
-    """Whether an aten operation makes new tensors, of shapes that follow from the shapes it gets."""
-    if func.namespace != "aten" or is_random(func) or any(a.alias_info is not None for a in func._schema.arguments):
-        return False
-    return is_pointwise(func) or func.overloadpacket.__name__ in _PURE
-
-
-@functools.cache
-def functional(func: Any) -> Any:
-    """The out-of-place form of an in-place aten operation (``relu_`` -> ``relu``); others as they are."""
-    name = func.overloadpacket.__name__
-    packet = getattr(_aten, name[:-1], None) if name.endswith("_") and not name.endswith("__") else None
-    overload = getattr(packet, func._overloadname, None) if packet is not None else None
-    return func if overload is None else overload
-
-
-@functools.cache
-def is_functional(func: Any) -> bool:
-    """Whether an operation makes new tensors and nothing else: no writes, no views, no draws."""
-    values = (*func._schema.arguments, *func._schema.returns)
-    return not is_random(func) and all(a.alias_info is None for a in values)
-
-
-def operation(name: str) -> Any:
-    """An operation by its full name, ``aten::add.Tensor``."""
-    space, _, rest = name.partition("::")
-    short, _, overload = rest.partition(".")
-    return getattr(getattr(getattr(torch.ops, space), short), overload or "default")
-
-
-def schema_of(func: Any) -> Any | None:
-    """The schema of an operation, however it was reached (``torch.ops.x.y`` with one overload, or one overload)."""
-    if isinstance(func, torch._ops.OpOverloadPacket):
-        func = getattr(func, func.overloads()[0]) if len(func.overloads()) == 1 else None
-    return func._schema if isinstance(func, torch._ops.OpOverload) else None
-
-
-@functools.cache
-def is_pointwise(func: Any) -> bool:
-    """Whether torch tags an aten operation as elementwise (with broadcasting)."""
-    return torch.Tag.pointwise in getattr(func, "tags", ())
-
-
-@functools.cache
-def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    schema = func._schema
-    out = []
-    for i, a in enumerate(schema.arguments):
-        if a.alias_info is not None and a.alias_info.is_write:
-            out.append((i, a.name))
-    return tuple(out)
-
-
-def written_args(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an aten operation writes in place."""
-    out: list[Tensor] = []
-    for i, name in _written(func):
-        x = args[i] if i < len(args) else kwargs.get(name)
-        out += [y for y in (x if isinstance(x, (list, tuple)) else (x,)) if isinstance(y, Tensor)]
-    return out
-
-
-def without_device(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Everything recorded lives on one pretended CPU, so device arguments are turned into it."""
-    if "device" in kwargs and kwargs["device"] is not None:
-        kwargs = {**kwargs, "device": torch.device("cpu")}
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
-    return kwargs
-
-
-def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], real: dict[int, Tensor]) -> Any:
-    """Run an aten operation on meta tensors; ``real`` maps a meta stand-in's id to the tensor with content."""
-    if func in (_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default, _aten._unsafe_index.Tensor):
-        args = (args[0], _mask_to_index(args[1], real), *args[2:])
-        if func in (_aten.index_put_.default, _aten.index_put.default):
-            return func(*args, **kwargs)
-    if func is _aten.masked_select.default:
-        index = _mask_to_index([args[1]], real)
-        return _aten.index.Tensor(args[0], index)
-    if func is _aten.repeat_interleave.Tensor:
-        n = int(real[id(args[0])].sum()) if id(args[0]) in real else args[0].shape[0]
-        return torch.empty(n, dtype=torch.int64, device="meta")
-    if func is _aten.nonzero.default:
-        return torch.empty((args[0].numel(), args[0].ndim), dtype=torch.int64, device="meta")
-    if func is _aten.index_add_.default or func is _aten.index_add.default:
-        return args[0] if func is _aten.index_add_.default else torch.empty_like(args[0])
-    if func.overloadpacket.__name__ == "_grouped_mm":
-        half = tuple(a.bfloat16() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
-        return func(*half, **{k: v for k, v in kwargs.items() if k != "out_dtype"}).to(args[0].dtype)
-    if func is _aten.view.default:
-        try:
-            return func(*args, **kwargs)
-        except RuntimeError:  # the strides of a stand-in may differ from those of the real thing
-            return args[0].reshape(args[1])
-    try:
-        return func(*args, **kwargs)
-    except (NotImplementedError, RuntimeError) as e:
-        if "meta" not in str(e).lower() and "Meta" not in str(e):
-            raise
-        return _run_on_zeros(func, args, kwargs)
-
-
-def _mask_to_index(index: list[Tensor | None], real: dict[int, Tensor]) -> list[Tensor | None]:
-    out: list[Tensor | None] = []
-    for x in index:
-        if x is not None and x.dtype in (torch.bool, torch.uint8):
-            content = real.get(id(x))
-            if content is None:
-                content = torch.ones(x.shape, dtype=torch.bool)
-            out += [torch.empty_like(i, device="meta") for i in content.nonzero().unbind(1)]
-        else:
-            out.append(x)
-    return out
-
-
-def _run_on_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """For operations without a meta kernel: the samples are tiny, so run them on zeros and keep the shapes."""
-
-    def real(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return torch.zeros(x.shape, dtype=x.dtype)
-        if isinstance(x, (list, tuple)):
-            return type(x)(real(y) for y in x)
-        return torch.device("cpu") if isinstance(x, torch.device) else x
-
-    def meta(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return x.to("meta")
-        return type(x)(meta(y) for y in x) if isinstance(x, (list, tuple)) else x
-
-    with kept_rng():
-        return meta(func(*real(args), **{k: real(v) for k, v in kwargs.items()}))
-
-
-# ---------------------------------------------------------------- torch functions
 
 _METADATA_NAMES = {
     "size", "dim", "ndimension", "stride", "numel", "nelement", "storage_offset", "is_contiguous", "is_floating_point",
@@ -230,104 +78,6 @@ def opened(func: Any) -> Any | None:
     clone = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
     clone.__kwdefaults__ = func.__kwdefaults__
     return clone
-
-
-# ---------------------------------------------------------------- places in the user's code
-
-_MODULE_FILE = nn.modules.module.__file__
-_HOOKED, _UNHOOKED = "inner", "_call_impl"  # the frames that call a forward: of a module with hooks, and of one without
-_BOUNDARY = {_HOOKED, _UNHOOKED, "_wrapped_call_impl"}
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_MACHINERY = tuple(
-    _HERE + name for name in ("trace.py", "proof.py", "repeats.py", "torch_hooks.py", "promotion.py", "styles")
-)
-_TORCH_OVERRIDES = torch.overrides.__file__
-_TRACE = _HERE + "trace.py"
-
-
-def is_boundary(code: types.CodeType) -> bool:
-    """Whether a frame is where ``nn.Module.__call__`` runs a forward."""
-    return code.co_name in _BOUNDARY and code.co_filename == _MODULE_FILE
-
-
-def is_machinery(code: types.CodeType) -> bool:
-    """Whether a frame is of what records, proves or edits calls."""
-    return code.co_filename.startswith(_MACHINERY) or code.co_filename == _TORCH_OVERRIDES
-
-
-def call_site(
-    depth: int = 2,
-    base: types.FrameType | None = None,
-    known: Mapping[Any, Any] | None = None,
-    through: Collection[types.CodeType] = (),
-) -> tuple[Any, ...]:
-    """Where in the running module's code a torch function was called: (code, instruction) from the inside out.
-
-    With ``base``, the frame that runs the forward in question, empty for calls that another module's forward makes.
-    While recording every module of the model has hooks; one without is made by the forward (``CrossEntropyLoss()``
-    in transformers), and its code is part of the running module's. At run time, when modules of the model may be
-    without hooks too, it is told by the places that are ``known``, and the forwards that these lead ``through``.
-    """
-    frame: types.FrameType | None = sys._getframe(depth)
-    chain: list[tuple[types.CodeType, int]] = []
-    passed = False
-    while frame is not None:
-        code = frame.f_code
-        if is_boundary(code):
-            if frame is base or (base is None and code.co_name == _HOOKED):
-                break
-            if code.co_name == _UNHOOKED and (base is None or (chain and chain[-1][0] in through)):
-                chain.append((code, 0))
-                passed = True
-            elif not passed or code.co_name == _HOOKED:
-                return ()
-        elif code.co_name == "run" and code.co_filename == _TRACE:
-            break  # whoever calls the model: the same place however it was reached
-        elif not is_machinery(code):
-            chain.append((code, _instruction(code, frame.f_lasti)))
-        frame = frame.f_back
-    site = tuple(chain)
-    return () if passed and known is not None and site not in known else site
-
-
-def led_through(sites: Iterable[tuple[Any, ...]]) -> frozenset[types.CodeType]:
-    """The forwards of modules that are no part of the model, and that these places are inside of."""
-    pairs = [pair for site in sites for pair in pairwise(site)]
-    return frozenset(a[0] for a, b in pairs if isinstance(b[0], types.CodeType) and is_boundary(b[0]))
-
-
-_PRECALL = opcode.opmap.get("PRECALL", -1)  # Python 3.11 only
-_PRECALL_BYTES = 4  # with its one cache entry
-_CACHE = opcode.opmap.get("CACHE", -1)
-_TEXTS: dict[int, tuple[types.CodeType, bytes]] = {}
-
-
-def _instruction(code: types.CodeType, last: int) -> int:
-    """The place of a call. Python shows it at one of two instructions, or at what is cached behind the second, as it
-    gets to know the function that is called."""
-    known = _TEXTS.get(id(code))
-    if known is None:
-        known = _TEXTS[id(code)] = code, code.co_code
-    text = known[1]
-    while last > 0 and text[last] == _CACHE:
-        last -= 2
-    return last + _PRECALL_BYTES if last >= 0 and text[last] == _PRECALL else last
-
-
-def describe_site(site: tuple[Any, ...]) -> str:
-    """``file.py:123`` of the innermost place that is not torch's own."""
-    for code, lasti in site:
-        if not isinstance(code, types.CodeType):
-            break
-        lines = [line for start, stop, line in code.co_lines() if start <= lasti < stop and line]
-        line = lines[0] if lines else code.co_firstlineno
-        return f"{os.path.basename(code.co_filename)}:{line}"
-    return "torch"
-
-
-def in_checkpoint(site: tuple[Any, ...]) -> bool:
-    """Whether a place is reached by way of ``torch.utils.checkpoint``."""
-    return any(isinstance(f[0], types.CodeType) and f[0].co_filename == torch.utils.checkpoint.__file__ for f in site)
 
 
 # ---------------------------------------------------------------- switches

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotp import torch_hooks
+from autotp import torch_frames, torch_hooks, torch_ops
 from autotp.caches import forget_tensors
 from autotp.errors import AutotpError
 from autotp.held import Layouts, Place, is_object, with_tensors
@@ -46,18 +46,18 @@ class _Ops(TorchDispatchMode):
         self.recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = torch_hooks.without_device(func, kwargs or {})
+        kwargs = torch_ops.without_device(func, kwargs or {})
         leaves, spec = flatten((args, kwargs))
         unreal = [x for x in leaves if isinstance(x, Tensor) and (isinstance(x, Traced) or x.is_meta)]
-        if not unreal and not torch_hooks.is_random(func) and _is_small(func, leaves):
+        if not unreal and not torch_ops.is_random(func) and _is_small(func, leaves):
             out = func(*args, **kwargs)
         elif func is torch.ops.aten._local_scalar_dense.default:
             out = scalar(args[0])
         else:
             out = self._on_meta(func, leaves, spec)
         rec = self.recorder
-        written = torch_hooks.written_args(func, args, kwargs)
-        if torch_hooks.is_random(func):
+        written = torch_ops.written_args(func, args, kwargs)
+        if torch_ops.is_random(func):
             rec.trace.random_calls += 1
         implicit = None
         if rec.call is None:
@@ -80,7 +80,7 @@ class _Ops(TorchDispatchMode):
             return _wrap(func, out if len(out) > 1 else out[0], {}, leaves)
         originals = {id(m): x for m, x in zip(metas, leaves, strict=True) if isinstance(x, Tensor)}
         content = {i: x for i, x in originals.items() if not isinstance(x, Traced)}
-        out = torch_hooks.run_on_meta(func, args, kwargs, content)
+        out = torch_ops.run_on_meta(func, args, kwargs, content)
         made = out if isinstance(out, tuple) else (out,)
         if known is not None and all(isinstance(o, Tensor) for o in made):
             _SHAPES[known] = tuple((tuple(o.shape), o.stride(), o.dtype) for o in made)
@@ -94,7 +94,7 @@ _MAX_SHAPES = 1 << 16
 
 def _memo_key(func: Any, args: Any, kwargs: Any) -> Any:
     """A key for operations whose result depends on shapes alone and shares no memory; None for others."""
-    if not torch_hooks.is_pure(func):
+    if not torch_ops.is_pure(func):
         return None
     if len(_SHAPES) > _MAX_SHAPES:
         _SHAPES.clear()
@@ -175,13 +175,13 @@ class _Calls(TorchFunctionMode):
                 return opened(*args, **kwargs)
         rec = self.recorder
         if rec.call is None and torch_hooks.is_wrapped((*args, *kwargs.values())):
-            rec.wrapped.add(torch_hooks.call_site())
+            rec.wrapped.add(torch_frames.call_site())
             return func(*args, **kwargs)
         if rec.call is not None:
             if rec.call.fixed:
-                rec.call.inner.add(torch_hooks.call_site())
+                rec.call.inner.add(torch_frames.call_site())
             return func(*args, **kwargs)
-        return self.noted(rec.open_call(func, args, kwargs, torch_hooks.call_site()), func, args, kwargs)
+        return self.noted(rec.open_call(func, args, kwargs, torch_frames.call_site()), func, args, kwargs)
 
     def noted(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a call and add it to the record."""
@@ -205,7 +205,7 @@ def _custom(recorder: Recorder, calls: _Calls, function: Any, apply: Any, args: 
         return apply(*args, **kwargs)
     if torch_hooks.recomputes(function):
         return _recomputed(recorder, apply, args, kwargs)
-    call = recorder.open_call(function, args, kwargs, torch_hooks.call_site())
+    call = recorder.open_call(function, args, kwargs, torch_frames.call_site())
     call.fixed = True
     return calls.noted(call, apply, args, kwargs)
 
@@ -218,7 +218,7 @@ def _recomputed(recorder: Recorder, apply: Any, args: Any, kwargs: Any) -> Any:
     own = next((c for c in calls[before:] if c.module == running), None)
     if own is not None:
         raise AutotpError(
-            f"{own.name} at {torch_hooks.describe_site(own.site)} is recomputed by torch.utils.checkpoint outside of "
+            f"{own.name} at {torch_frames.describe_site(own.site)} is recomputed by torch.utils.checkpoint outside of "
             "the module that calls it, where a rank's part of it is not known: checkpoint whole modules"
         )
     return out

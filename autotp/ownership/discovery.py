@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotp import torch_hooks
+from autotp import torch_ops
 from autotp.ownership.apart import asked
 from autotp.ownership.engine import Ownership, no_rule
 from autotp.ownership.rules_dims import Operand, by_dims
@@ -41,7 +41,7 @@ class Shown:
 
 def may_be_tried(func: Any) -> bool:
     """Whether an operation is of a library that is trusted, makes new tensors, and draws no numbers."""
-    return func.namespace in TRUSTED and torch_hooks.is_functional(func)
+    return func.namespace in TRUSTED and torch_ops.is_functional(func)
 
 
 def by_trial(own: Ownership, op: Op) -> None:
@@ -96,7 +96,7 @@ def search_for(payload: tuple[str, bytes]) -> tuple[Shown, ...]:
     """What :func:`shown` asks for there: an operation by its full name, and the claim about it."""
     name, rest = payload
     base, outs = pickle.loads(rest)
-    return tuple(_search(replace(base, func=torch_hooks.operation(name)), outs))
+    return tuple(_search(replace(base, func=torch_ops.operation(name)), outs))
 
 
 def _claim(own: Ownership, op: Op) -> Trial | None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotp import torch_hooks
+from autotp import torch_hooks, torch_ops
 from autotp.ownership.nodes import Nodes, along, compress, core, pairs, varies
 from autotp.ownership.state import Count, Owned, State, Vec, Want, Weights
 from autotp.ownership.streams import Streams
@@ -413,11 +413,11 @@ def find_rule(op: Op) -> Rule:
     from autotp.ownership.discovery import by_trial, may_be_tried
     from autotp.ownership.rules_pointwise import pointwise
 
-    func = torch_hooks.functional(op.func)
+    func = torch_ops.functional(op.func)
     found = rule_of(op.func) or rule_of(func)
     if found is not None:
         return found
-    if torch_hooks.is_pointwise(func):
+    if torch_ops.is_pointwise(func):
         return pointwise
     return by_trial if may_be_tried(op.func) else no_rule
 

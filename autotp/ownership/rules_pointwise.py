@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autotp import torch_hooks
+from autotp import torch_ops
 from autotp.ownership.engine import Ownership, rule
 from autotp.ownership.nodes import varies
 from autotp.ownership.state import Owned, Vec, Weights
@@ -45,7 +45,7 @@ def pointwise(own: Ownership, op: Op) -> None:
     constant = [own.states.get(t) is None and not own.trace.tensors[t].grad for t in tids]
     if any(weights) and all(w or c for w, c in zip(weights, constant, strict=True)) and not op.writes:
         return _weights_only(own, op, tids)
-    if op.writes == tids and isinstance(own.states.get(tids[0]), Weights) and not torch_hooks.is_random(op.func):
+    if op.writes == tids and isinstance(own.states.get(tids[0]), Weights) and not torch_ops.is_random(op.func):
         return own.want(tids[0], "own")  # a parameter changed in place by numbers: each rank changes its part
     if op.writes and any(own.owners(t) is None for t in op.writes):
         return _into_whole(own, op, tids)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autotp import torch_hooks
+from autotp import torch_frames
 from autotp.ownership.engine import Ownership, call_rule, find_rule
 from autotp.ownership.nodes import varies
 from autotp.ownership.rules_movement import movement
@@ -170,7 +170,7 @@ def _use(own: Ownership, call: Call) -> _Use | None:
     outs = [o.tid for o in call.outs if isinstance(o, Ref)]
     if not isinstance(x, Ref) or len(call.outs) != 1 or len(outs) != 1 or call.module < 0:
         return None
-    if torch_hooks.in_checkpoint(call.site):  # it would be recomputed where it cannot be replaced
+    if torch_frames.in_checkpoint(call.site):  # it would be recomputed where it cannot be replaced
         return None
     if not isinstance(own.states.get(x.tid), Owned) or not own.trace.tensors[x.tid].dtype.is_floating_point:
         return None

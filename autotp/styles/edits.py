@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autotp import torch_hooks
+from autotp import torch_frames, torch_hooks
 from autotp.errors import NotPlannedError
 from autotp.layouts import to_local
 from autotp.numbers import edited
@@ -40,7 +40,7 @@ class Place:
         found = x.shape[dim] if dim < x.ndim else 0
         if found == size:
             return
-        where = f" at {torch_hooks.describe_site(self.site)}" if self.site else ""
+        where = f" at {torch_frames.describe_site(self.site)}" if self.site else ""
         raise NotPlannedError(
             f"{self.module or 'the model'}{where}: {'this rank is to have' if part else 'planned was a tensor with'} "
             f"{size} elements in dim {dim}, got {list(x.shape)}: the model took another path, or has other inputs, "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autotp import torch_dynamo, torch_hooks
+from autotp import torch_dynamo, torch_frames, torch_hooks
 from autotp.errors import AutotpError, NotPlannedError
 from autotp.hoisting import ModuleProgram
 from autotp.layouts import to_local
@@ -45,7 +45,7 @@ class LocalCalls(TorchFunctionMode):
             return traced.entered(self, func, args, kwargs)
         if torch_hooks.is_metadata(func):
             return func(*args, **kwargs)
-        site = torch_hooks.call_site(2, self.base, self.table, self.through)
+        site = torch_frames.call_site(2, self.base, self.table, self.through)
         if not site:
             return func(*args, **kwargs)
         opened = torch_hooks.opened(func)
@@ -80,7 +80,7 @@ class LocalCalls(TorchFunctionMode):
         """A place that no recorded run reached: fine as long as it computes nothing with tensors of a cut model."""
         result = func(*args, **kwargs)
         if any(isinstance(x, Tensor) and x.is_floating_point() for x in flatten((args, kwargs))[0]):
-            where, name = torch_hooks.describe_site(site), getattr(func, "__name__", str(func))
+            where, name = torch_frames.describe_site(site), getattr(func, "__name__", str(func))
             raise NotPlannedError(
                 f"{self.local.path or 'the model'}: the call of {name} at {where} was not reached when the plan was "
                 "made, so it is not known how it acts on a rank's part. Pass a sample that takes this path: "
@@ -130,7 +130,7 @@ class BoundProgram:
             site: [BoundCall.of(e, ranks, model, Place(program.path, site)) for e in edits]
             for site, edits in program.calls.items()
         }
-        self.through = torch_hooks.led_through(self.table)
+        self.through = torch_frames.led_through(self.table)
         self.edits_calls = program.edits_calls
         self.region = program.holds_cut or program.inner or bool(program.inputs)
         self.known = set(program.kinds) if program.holds_cut and guarded else None

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autotp import torch_dynamo, torch_hooks
+from autotp import torch_dynamo, torch_frames, torch_hooks
 from autotp.errors import AutotpError
 from autotp.hoisting import ModuleProgram
 from autotp.styles.children import check_children
@@ -79,7 +79,7 @@ class Places:
             return ""
         site = next(iter(sorted(missing, key=len)[0]))
         return (
-            f"{self.program.path or 'the model'}: {self._name(site)} at {torch_hooks.describe_site(site)} must be "
+            f"{self.program.path or 'the model'}: {self._name(site)} at {torch_frames.describe_site(site)} must be "
             "edited on a rank, but torch.compile does not show it, or the compiled code takes another path than the "
             "plan. Leave this module out of what is compiled, with torch.compiler.disable"
         )

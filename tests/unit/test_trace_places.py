@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
-from autotp import caches, torch_hooks
+from autotp import caches, torch_frames
 
 
 def _places(n: int) -> list[object]:
     def inner(sites: list[object]) -> tuple[object, ...]:
-        sites.append(torch_hooks.call_site(1)[:2])
+        sites.append(torch_frames.call_site(1)[:2])
         return ()
 
     sites: list[object] = []
@@ -30,14 +30,14 @@ def test_the_place_of_a_call_stays_when_python_warms_up() -> None:
 
 
 def _site() -> tuple[object, ...]:
-    return torch_hooks.call_site(1)[:2]
+    return torch_frames.call_site(1)[:2]
 
 
 class _Called:
     """Calls of it are made by C code, of a plain function by Python itself."""
 
     def __call__(self) -> tuple[object, ...]:
-        return torch_hooks.call_site(1)[:2]
+        return torch_frames.call_site(1)[:2]
 
 
 def test_the_place_of_a_call_is_the_same_whatever_is_called() -> None:
