@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -36,17 +37,40 @@ class Watch:
     def __init__(self, store: Any, rank: int, tell: Callable[[], Any]) -> None:
         self.store, self.rank, self.tell, self.process = store, rank, tell, os.getpid()
         self.next = int(store.add("autotp/alarms", 0)) + 1
+        self.line = _line_to(store)
         threading.Thread(target=self._look, name="autotp roll call", daemon=True).start()
 
     def _look(self) -> None:
         try:
-            while dist.is_initialized() and default_store() is self.store:
+            while dist.is_initialized() and default_store() is self.store and not _hung_up(self.line):
                 while self.store.check([f"autotp/alarm/{self.next}"]):
                     self.store.set(f"autotp/alarm/{self.next}/{self.rank}", json.dumps(self.tell()))
                     self.next += 1
                 time.sleep(LOOK_SECONDS)
         except (RuntimeError, ValueError, OSError):
             return  # the store is gone, and with it whoever might ask
+
+
+def _line_to(store: Any) -> socket.socket | None:
+    """A connection that only shows whether the process that holds the store is there. To ask that by the store itself,
+    when it is not, would fill the log of a program in which that process just ended first."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    try:
+        line = socket.create_connection((store.host, store.port), timeout=ANSWER_SECONDS)
+    except (AttributeError, OSError):
+        return None  # a store of another kind
+    line.setblocking(False)
+    return line
+
+
+def _hung_up(line: socket.socket | None) -> bool:
+    try:
+        return line is not None and not line.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 @dataclass(frozen=True)
