@@ -1,10 +1,10 @@
-"""FSDP2 beside tensor parallelism: ``fully_shard`` block by block, the root last."""
+"""FSDP2 beside tensor parallelism, block by block and the root last; ``DistributedDataParallel`` is refused."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from autotp.errors import MeshError
 from autotp.layouts import follow_fsdp
 from autotp.mesh import MeshAxes
+from autotp.torch_compat import READ_BY_DDP
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -66,3 +67,20 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, axes: MeshAxes, fsdp: Fsdp = 
     fully_shard(model, mesh=data, **options)
     follow_fsdp(model)
     return model
+
+
+class _NotForDdp:
+    """What is in the place of the names that ``DistributedDataParallel`` reads of a model first of all."""
+
+    def __iter__(self) -> Iterator[NoReturn]:
+        raise MeshError(
+            "DistributedDataParallel does not go around a sharded model: its parameters are DTensors, of which a rank "
+            "has a part. Shard it on a mesh with an axis dp beside tp, as in init_device_mesh(device, (dp, tp), "
+            "mesh_dim_names=('dp', 'tp')): parameters and gradients are then shared over dp by FSDP2 "
+            "(copied with dp_replicate beside dp_shard)"
+        )
+
+
+def refuse_ddp(model: nn.Module) -> None:
+    """Let ``DistributedDataParallel(model)`` raise a :class:`MeshError`, before it changes anything."""
+    setattr(model, READ_BY_DDP, _NotForDdp())

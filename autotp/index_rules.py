@@ -67,15 +67,21 @@ def _propagate(schema: OpSchema, stock: Propagate) -> OutputSharding:
     if _is_pointwise(schema.op):
         _check_operands(schema)
         return _pointwise(schema, stock)
+    if torch.Tag.nondeterministic_seeded in schema.op.tags:
+        raise _refusal(
+            schema,
+            "would draw for each part by itself",
+            "autotp.materialize(model, seed) draws what the constructor of the whole model draws",
+        )
     raise _refusal(schema, "is not known to be right on index lists")
 
 
-def _refusal(schema: OpSchema, why: str) -> LayoutError:
+_INSTEAD = "Use .full_tensor() for the whole tensor or autotp.layouts.to_local() for this rank's part"
+
+
+def _refusal(schema: OpSchema, why: str, instead: str = _INSTEAD) -> LayoutError:
     held = {str(p) for s in _all_specs(schema) for p in s.placements if _is_indexed(p)}
-    return LayoutError(
-        f"{schema.op} {why}; placements: {', '.join(sorted(held))}. Use .full_tensor() for the "
-        "whole tensor or autotp.layouts.to_local() for this rank's part"
-    )
+    return LayoutError(f"{schema.op} {why}; placements: {', '.join(sorted(held))}. {instead}")
 
 
 def _base_name(schema_op: Any) -> str:

@@ -10,6 +10,7 @@ from autotp import torch_hooks
 from autotp.construction import constructor_of
 from autotp.errors import BuildError
 from autotp.parts import Slot, fill, held, pieces, slots
+from autotp.recovering import class_of
 from autotp.tape import Pending, recorded
 
 
@@ -35,9 +36,10 @@ def materialize(model: nn.Module, seed: int = 0, *, device: str = "cpu") -> nn.M
         return model
     construct = constructor_of(model)
     if construct is None:
+        name = class_of(model).__name__
         raise BuildError(
-            f"{wanted[0].name} is on meta, and it is not known how {type(model).__name__} was built: its arguments "
-            f"cannot be told from the model. Build it as autotp.on_meta({type(model).__name__}, ...)"
+            f"{wanted[0].name} is on meta, and it is not known how {name} was built: its arguments cannot be told from "
+            f"the model. Build it as autotp.on_meta({name}, ...)"
         )
     with recorded(seed) as reel:
         made = construct()

@@ -38,7 +38,7 @@ def recovered(module: nn.Module, *, values: bool) -> Constructor | None:
 
     With `values`, starting values of parameters must be certain too, otherwise only those of buffers.
     """
-    cls = _class(module)
+    cls = class_of(module)
     found = _arguments(module, cls)
     if found is None:
         return None
@@ -64,7 +64,7 @@ def recovered(module: nn.Module, *, values: bool) -> Constructor | None:
     return None
 
 
-def _class(module: nn.Module) -> type[nn.Module]:
+def class_of(module: nn.Module) -> type[nn.Module]:
     """The class of a module before fully_shard gave it another."""
     return next(c for c in type(module).__mro__ if issubclass(c, nn.Module) and not issubclass(c, FSDPModule))
 
@@ -133,7 +133,7 @@ def _alike_alone(made: nn.Module, model: nn.Module, same_dtypes: bool) -> bool:
         if {n: described(x) for n, x in ours.items()} != {n: described(x) for n, x in theirs.items()}:
             return False
     kept = {n: v for n, v in made.__dict__.items() if n not in _INTERNAL and _is_plain(v)}
-    return _class(made) is _class(model) and all(n in model.__dict__ and model.__dict__[n] == kept[n] for n in kept)
+    return class_of(made) is class_of(model) and all(n in model.__dict__ and model.__dict__[n] == kept[n] for n in kept)
 
 
 def _is_plain(value: Any) -> bool:

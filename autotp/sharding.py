@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from autotp import construction, torch_compat, torch_hooks
 from autotp.compiling import CompiledPrograms
-from autotp.data_parallel import Fsdp, apply_fsdp, check_fsdp
+from autotp.data_parallel import Fsdp, apply_fsdp, check_fsdp, refuse_ddp
 from autotp.errors import MeshError, PlanError
 from autotp.extending import Dealt, layouts_of
 from autotp.generation import Generation, install
@@ -170,6 +170,7 @@ def _cut(model: nn.Module, prepared: Prepared, mesh: DeviceMesh, ranks: Ranks) -
             parallelize_module(model, mesh, {path: style}, src_data_rank=None)
         else:
             parallelize_module(model, mesh, style, src_data_rank=None)
+    refuse_ddp(model)
     install(model, Generation(ranks, running, Dealt.by(prepared.analysis), layouts_of(prepared.analysis)))
     if trace.draws:
         draws = SharedDraws(ranks, always=trace.random_calls > 0)

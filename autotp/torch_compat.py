@@ -27,6 +27,7 @@ __all__ = [
     "DTensorSpec",
     "OpSchema",
     "OutputSharding",
+    "READ_BY_DDP",
     "StridedShard",
     "TensorMeta",
     "all_gather",
@@ -47,6 +48,7 @@ __all__ = [
     "wrap_local",
 ]
 
+READ_BY_DDP = "_ddp_params_and_buffers_to_ignore"  # an attribute of a model, read before anything else
 Propagate = Callable[[OpSchema], OutputSharding]
 
 

@@ -142,10 +142,13 @@ def indices(a: np.ndarray) -> Sequence[int]:
 
 
 def shares(n: int, tp: int) -> tuple[range, ...]:
-    """The parts of ``n`` things in a row that :func:`deal` makes."""
-    sizes = np.bincount(deal(n, tp), minlength=tp).tolist()
-    stops = np.cumsum(sizes).tolist()
-    return tuple(range(stop - size, stop) for size, stop in zip(sizes, stops, strict=True))
+    """The parts of ``n`` things in a row that :func:`deal` makes; by plain numbers, which a compiler follows."""
+    share = -(-n // tp)
+    if share * (tp - 1) < n:
+        stops = [min((r + 1) * share, n) for r in range(tp)]
+    else:
+        stops = [(r + 1) * (n // tp) + min(r + 1, n % tp) for r in range(tp)]
+    return tuple(range(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True))
 
 
 def local_shape(shape: tuple[int, ...], sets: Sets, rank: int) -> tuple[int, ...]:

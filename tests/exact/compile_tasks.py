@@ -19,7 +19,7 @@ from autotp.data_parallel import blocks
 from autotp.errors import AutotpError
 from autotp.styles import traced
 from tests.exact import compile_models
-from tests.harness.tasks import mesh_of
+from tests.harness.tasks import grid_of, mesh_of
 from tests.models import registry
 
 
@@ -93,9 +93,12 @@ def hiding(name: str) -> Iterator[None]:
 
 
 def compare(payload: dict[str, Any]) -> dict[str, Any] | None:
-    """A step compiled and sharded against one that is neither; errors relative to the largest value."""
-    mesh = mesh_of(2)
-    if dist.get_rank() >= 2:
+    """A step compiled and sharded against one that is neither; errors relative to the largest value.
+
+    With ``dp`` there is FSDP2 beside it, and all data-parallel ranks have the same batch.
+    """
+    mesh = grid_of((2, 2), ("dp", "tp")) if payload.get("dp") else mesh_of(2)
+    if mesh.get_coordinate() is None:
         return None
     model, args, kwargs = build(payload["name"])
     model.train(payload.get("train", model.training))
@@ -103,7 +106,7 @@ def compare(payload: dict[str, Any]) -> dict[str, Any] | None:
     counter = CompileCounterWithBackend(payload.get("backend", "aot_eager"))
     hidden = payload.get("hide", "")
     try:
-        autotp.shard(model, mesh, sample=(args, kwargs))
+        autotp.shard(model, mesh, sample=(args, kwargs), sequence_parallel=payload.get("sp", False))
         with hiding(hidden):
             step(compiled(model, payload.get("how", "whole"), counter, True), args, kwargs) if hidden else None
         run = compiled(model, payload.get("how", "whole"), counter, payload.get("fullgraph", True))
@@ -153,7 +156,7 @@ def shapes(payload: dict[str, Any]) -> dict[str, Any] | None:
         return None
     model, args, kwargs = build(payload["name"])
     reference, counts, errors = copy.deepcopy(model), [], []
-    autotp.shard(model, mesh, sample=(args, kwargs))
+    autotp.shard(model, mesh, sample=(args, kwargs), sequence_parallel=payload.get("sp", False))
     for which in (reference, model):
         counter = CompileCounterWithBackend("aot_eager")
         run = compiled(which, "whole", counter, True)

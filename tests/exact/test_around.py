@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,3 +93,31 @@ def test_pickling_is_refused_and_the_state_dict_goes_through_a_file(ranks: RankP
     assert len(found["said"]) == 2
     assert all("save model.state_dict()" in said for said in found["said"])
     assert found["error"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "draws"),
+    [
+        ("user:titan_llama", False),
+        pytest.param("user:titan_llama", True, marks=pytest.mark.long),
+        pytest.param("user:nanogpt", True, marks=pytest.mark.long),
+    ],
+)
+def test_a_loop_as_torchtitan_has_it(ranks: RankPool, tmp_path: Path, name: str, draws: bool) -> None:
+    """Meta, parallelised, materialised, AdamW, warm-up, clipping, accumulation, DCP."""
+    payload = {"name": name, "draws": draws, "folder": str(tmp_path / "checkpoint")}
+    for found in ranks.run("tests.exact.loops_tasks:titan", payload, timeout=SECONDS):
+        assert "refused" not in found, found["refused"]
+        assert max(found["losses"], found["norms"], found["trained"], found["resumed"]) <= 1e-9, found
+        assert found["held"] <= 0.3
+        for parameter, (mean, std, different) in found["start"].items():
+            assert abs(mean) < 0.02 and std > 0.01, parameter
+            assert different > 0.95, parameter
+
+
+@pytest.mark.parametrize("name", ["stack", "hf:llama"])
+def test_distributed_data_parallel_around_a_sharded_model_is_refused(ranks: RankPool, name: str) -> None:
+    found = ranks.run("tests.exact.loops_tasks:ddp", {"name": name}, timeout=SECONDS)[0]
+    assert "DistributedDataParallel does not go around a sharded model" in found["refused"]
+    assert "axis dp beside tp" in found["refused"]
+    assert found["error"] <= 1e-12, "the refusal changed the model"

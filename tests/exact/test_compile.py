@@ -75,6 +75,39 @@ def test_graphs_may_break(ranks: RankPool, name: str) -> None:
     assert found["graphs"] > 1
 
 
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("plain", "whole"),
+        ("plain", "blocks"),
+        pytest.param("user:nanogpt", "whole", marks=pytest.mark.long),
+        pytest.param("hf:llama", "whole", marks=pytest.mark.long),
+        pytest.param("user:titan_llama", "blocks", marks=pytest.mark.long),
+    ],
+)
+def test_exact_with_tokens_cut(ranks: RankPool, name: str, how: str) -> None:
+    found = run(ranks, "compare", name=name, how=how, sp=True)
+    is_exact(found)
+    assert found["graphs"] == {"blocks": 3 if name == "plain" else 2}.get(how, 1)
+
+
+@pytest.mark.parametrize("sp", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("plain", "blocks"),
+        pytest.param("user:titan_llama", "blocks", marks=pytest.mark.long),
+        pytest.param("plain", "whole", marks=pytest.mark.long),
+        pytest.param("user:nanogpt", "whole", marks=pytest.mark.long),
+    ],
+)
+def test_exact_beside_fsdp(ranks: RankPool, name: str, how: str, sp: bool) -> None:
+    """torch keeps the hooks of FSDP2 out of graphs, so a whole model falls into pieces."""
+    found = run(ranks, "compare", name=name, how=how, sp=sp, dp=2, fullgraph=how == "blocks")
+    is_exact(found)
+    assert found["graphs"] == (3 if name == "plain" else 2) if how == "blocks" else found["graphs"] > 1
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["user:titan_llama", "user:nanogpt"])
 def test_new_shapes_compile_as_often_as_without_sharding(ranks: RankPool, name: str) -> None:
