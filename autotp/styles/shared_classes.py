@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from autotp import torch_hooks
+from autotp.errors import NotPlannedError
 from autotp.ownership.rules_shared_classes import SharedClasses, bound, of_probabilities
 from autotp.program import SharedEdit
 from autotp.styles.comm import Ranks, differentiated, enter, leave, part
@@ -47,6 +48,12 @@ def shared_classes(edit: SharedEdit, func: Any, args: Any, kwargs: Any, ranks: R
     classes = Classes(what.cut, edit.parts[ranks.rank], sum(len(p) for p in edit.parts), ranks)
     given = bound(func, args, kwargs)
     x = given["input"] if given.get("dtype") is None else given["input"].to(given["dtype"])
+    if x.ndim <= what.cut or x.shape[what.cut] != len(classes.mine):
+        raise NotPlannedError(
+            f"{what.kind}: this rank is to have {len(classes.mine)} of {classes.of} classes in dim {what.cut}, got "
+            f"{list(x.shape)}: the model took another path than when the plan was made. Pass a sample that takes this "
+            "path: autotp.shard(model, mesh, sample=(args, kwargs))."
+        )
     target = given.get("target")
     dtype = _dtype(func, what.kind, x.dtype, None if target is None else target.dtype, x.device.type, _autocast(x))
     return _KINDS[what.kind](classes, x, given, dtype).to(dtype)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 ROWS, LENGTH, WIDTH = 4, 6, 8
 EVEN, ODD = 64, 61  # classes; the odd number does not divide
@@ -169,6 +170,23 @@ LOSSES: dict[str, Loss] = {
 }  # fmt: skip
 
 
+GATHERED: dict[str, Loss] = {
+    "recomputed": Loss(of=lambda m, x, y: checkpoint(flat, x, y, use_reentrant=False), sent=ONE),
+    "few classes": Loss(of=lambda m, x, y: flat(x, y.clamp(max=5)), sent=ONE, classes=6),
+    "with an accuracy": Loss(
+        of=lambda m, x, y: (flat(x, y), (x.argmax(-1) == y).to(x.dtype).mean()), sent=ONE, targets="all"
+    ),
+    "looked up": Loss(of=lambda m, x, y: -looked_up(x, y), sent=ONE, targets="all"),
+    "probabilities returned": Loss(of=lambda m, x, y: x.softmax(-1), sent=ONE),
+}
+
+
+def looked_up(logits: Tensor, y: Tensor) -> Tensor:
+    """By two index tensors."""
+    logp = logits.flatten(0, 1).log_softmax(-1)
+    return logp[torch.arange(y.numel()), y.flatten()].mean()
+
+
 def flat_probabilities(logits: Tensor, y: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), y, **options)
 
@@ -261,7 +279,7 @@ def measured(payload: dict[str, Any]) -> dict[str, Any] | None:
     if dist.get_rank() >= tp:
         return None
     torch.manual_seed(0)
-    case = LOSSES[payload["name"]]
+    case = {**LOSSES, **GATHERED}[payload["name"]]
     model, inputs = Head(case), ((torch.randn(ROWS, LENGTH, WIDTH), targets(case.targets, case.classes)), {})
     options = {"sequence_parallel": True} if payload.get("tokens") else {}
     made = plan(copy.deepcopy(model), tp=tp, sample=inputs, **options)
@@ -279,3 +297,72 @@ def measured(payload: dict[str, Any]) -> dict[str, Any] | None:
     planned = Counter(f"{c.kind} {c.when}" for c in made.collectives)
     rows = {r.name: (r.style, r.reason) for r in made.parameters}
     return {**found, "rows": rows, "planned": planned, "ran": ran, "largest": largest.numel}
+
+
+def _both(case: Loss, tp: int, dtype: torch.dtype) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+    """A model, the same sharded, and inputs."""
+    from autotp.sharding import shard
+    from tests.harness.tasks import mesh_of
+
+    torch.manual_seed(0)
+    model, x = Head(case).to(dtype), torch.randn(ROWS, LENGTH, WIDTH, dtype=dtype)
+    y = targets(case.targets, case.classes)
+    y = y.to(dtype) if y.is_floating_point() else y
+    return model, shard(copy.deepcopy(model), mesh_of(tp), sample=(x, y)), x, y
+
+
+def _step(run: Any, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and the gathered gradients."""
+    from autotp.comparing import gathered
+
+    loss = run(x, y)
+    loss.backward()
+    return loss.detach(), {n: gathered(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _error(a: tuple[Tensor, dict[str, Tensor]], b: tuple[Tensor, dict[str, Tensor]]) -> float:
+    """The largest difference of losses, or of gradients relative to the largest gradient."""
+    scale = max(float(g.abs().max()) for g in a[1].values())
+    apart = [float((g - b[1][n]).abs().max()) / scale for n, g in a[1].items()]
+    return max(float((a[0] - b[0]).abs() / a[0].abs()), *apart)
+
+
+def mixed(payload: dict[str, Any]) -> dict[str, Any] | None:
+    """Types and errors in bfloat16: of the model itself, and by autocast."""
+    if dist.get_rank() >= 2:
+        return None
+    found = {}
+    for name in payload["names"]:
+        for auto in (False, True):
+            model, sharded, x, y = _both(LOSSES[name], 2, torch.float32 if auto else torch.bfloat16)
+            with torch.autocast("cpu", torch.bfloat16, enabled=auto):
+                pair = [_step(m, m, x, y) for m in (model, sharded)]
+            found[name, auto] = pair[0][0].dtype == pair[1][0].dtype, _error(*pair)
+    return found  # type: ignore[return-value]
+
+
+def compiled(payload: dict[str, Any]) -> float | None:
+    """The error of a compiled sharded model against the unsharded one."""
+    if dist.get_rank() >= 2:
+        return None
+    torch._dynamo.reset()
+    model, sharded, x, y = _both(LOSSES[payload["name"]], 2, torch.float64)
+    run = torch.compile(sharded, backend="aot_eager", fullgraph=True)
+    return _error(_step(model, model, x, y), _step(run, sharded, x, y))
+
+
+def twice(payload: dict[str, Any]) -> float | None:
+    """The error of gradients of a gradient penalty."""
+    from autotp.comparing import gathered
+
+    if dist.get_rank() >= 2:
+        return None
+    model, sharded, x, y = _both(LOSSES[payload["name"]], 2, torch.float64)
+    found = []
+    for m in (model, sharded):
+        x = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(m(x, y).sum(), x, create_graph=True)
+        first.square().sum().backward()
+        found.append({n: gathered(p.grad) for n, p in m.named_parameters() if p.grad is not None})
+    zero = torch.ones(())
+    return _error((zero, found[0]), (zero, found[1]))
