@@ -201,7 +201,7 @@ class Lowering:
             missing = {d: s for d, s in wanted.items() if have.get(d) != s}
             extra = {d: s for d, s in have.items() if wanted.get(d) != s}
             edit = OperandEdit(gather=_cuts(extra), enter=cut_out and grad, slice=_cuts(missing))
-            if have and missing and set(have) - set(extra):
+            if (missing or extra) and set(have) - set(extra):  # of tiles, one dim cannot be joined and another kept
                 raise CannotEdit(call.index, f"{op.func} needs an operand cut in another way")
         return self._back(want.tid, edit, call, chain) if edit else (want.tid, edit)
 

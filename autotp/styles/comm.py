@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from autotp.lost_ranks import Calls, calls_of
-from autotp.program import Indices
+from autotp.program import Cuts, Indices
 from autotp.torch_compat import reduce_scatter, traced_all_gather, traced_all_reduce, traced_reduce_scatter
 from autotp.torch_dynamo import at_trace
 
@@ -128,6 +128,40 @@ class _Gather(torch.autograd.Function):
         return part(grad, ctx.dim, ctx.mine), None, None, None
 
 
+class _GatherTiles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cuts: Cuts, ranks: Ranks) -> Tensor:
+        ctx.cuts, ctx.ranks = cuts, ranks
+        shape = list(x.shape)
+        for dim, indices in cuts:
+            x = padded(x, dim, max(map(len, indices)))
+            shape[dim] = 1 + max(max(i) for i in indices if len(i))
+        whole = x.new_empty(shape)
+        for rank, tile in enumerate(ranks.all_parts(x.contiguous())):
+            for dim, indices in cuts:
+                tile = tile.narrow(dim, 0, len(indices[rank]))
+            _put(whole, tile, [(dim, indices[rank]) for dim, indices in cuts])
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grad = enter(grad, ctx.ranks) if differentiated() else grad
+        for dim, indices in ctx.cuts:
+            grad = part(grad, dim, indices[ctx.ranks.rank])
+        return grad, None, None
+
+
+def _put(whole: Tensor, tile: Tensor, cuts: Sequence[tuple[int, Sequence[int]]]) -> None:
+    """Write a tile to where it belongs."""
+    for i, (dim, mine) in enumerate(cuts):
+        if not isinstance(mine, range):
+            for j, at in enumerate(mine):
+                _put(whole.narrow(dim, at, 1), tile.narrow(dim, j, 1), cuts[i + 1 :])
+            return
+        whole = whole.narrow(dim, mine.start, len(mine))
+    whole.copy_(tile)
+
+
 @at_trace
 def _places(indices: Indices) -> Tensor | None:
     return _cached_places(indices)
@@ -198,9 +232,17 @@ def leave(x: Tensor, ranks: Ranks) -> Tensor:
     return _Leave.apply(x, ranks)
 
 
-def gather(x: Tensor, dim: int, indices: Indices, ranks: Ranks) -> Tensor:
-    """The parts of all ranks as the whole tensor; ``indices[rank]`` says where each part's elements belong."""
-    return _Gather.apply(x, dim, indices, ranks)
+def gather(x: Tensor, cuts: Cuts, ranks: Ranks) -> Tensor:
+    """The parts of all ranks as the whole tensor; ``indices[rank]`` of a cut dim say where a part's elements belong.
+
+    Parts that are cut along several dims are tiles: dims cannot be joined one after the other, as ranks that have the
+    same indices of one dim have others of another.
+    """
+    if len(cuts) > 1:
+        return _GatherTiles.apply(x, cuts, ranks)
+    for dim, indices in cuts:
+        x = _Gather.apply(x, dim, indices, ranks)
+    return x
 
 
 def once(x: Tensor, ranks: Ranks) -> Tensor:

@@ -65,7 +65,7 @@ def operand(edit: OperandEdit, ranks: Ranks, model: Running, place: Place) -> Ch
             return tokens.operand(edit, ranks, model.lengths, x)
         for dim, indices in edit.gather:
             place.check(x, dim, len(indices[ranks.rank]), part=True)
-            x = gather(x, dim, indices, ranks)
+        x = gather(x, edit.gather, ranks)
         if edit.enter:
             x = enter(x, ranks)
         for (dim, indices), size in zip(edit.slice, whole, strict=True):
@@ -89,8 +89,7 @@ def outcome(edit: ResultEdit, ranks: Ranks, model: Running, place: Place) -> Cha
             return leave(x, ranks)
         for dim, indices in edit.gather:
             place.check(x, dim, len(indices[ranks.rank]), part=True)
-            x = gather(x, dim, indices, ranks)
-        return x
+        return gather(x, edit.gather, ranks)
 
     return change
 

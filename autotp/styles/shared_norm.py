@@ -82,7 +82,7 @@ def _group(norm: SharedNorm, parts: Indices, x: Tensor, eps: float, ranks: Ranks
 def _combined(mean: Tensor, spread: Tensor, weights: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """Mean and variance of everything from those of every rank's part; ``weights[rank]`` is its share of it."""
     parts = tuple(range(r, r + 1) for r in range(ranks.size))
-    stats = enter(gather(torch.stack([mean, spread]).unsqueeze(0), 0, parts, ranks), ranks)
+    stats = enter(gather(torch.stack([mean, spread]).unsqueeze(0), ((0, parts),), ranks), ranks)
     means, spreads = stats[:, 0], stats[:, 1]
     total = (weights * means).sum(0)
     return total, (weights * (spreads + (means - total).pow(2))).sum(0)

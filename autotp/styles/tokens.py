@@ -94,12 +94,10 @@ class Lengths:
 
 def operand(edit: OperandEdit, ranks: Ranks, lengths: Lengths, x: Tensor) -> Tensor:
     """An operand edit that depends on tokens."""
+    x = gather(x, tuple(cut for cut in edit.gather if not isinstance(cut[1], Tokens)), ranks)
     for dim, indices in edit.gather:
-        if not isinstance(indices, Tokens):
-            x = gather(x, dim, indices, ranks)
-            continue
-        parts = lengths.parts(indices.stream)
-        x = x if parts is None else gather(checked(x, dim, parts, ranks), dim, parts, ranks)
+        parts = lengths.parts(indices.stream) if isinstance(indices, Tokens) else None
+        x = x if parts is None else gather(checked(x, dim, parts, ranks), ((dim, parts),), ranks)
     if edit.stream is not None:
         parts = lengths.parts(edit.stream)
         if parts is None:
@@ -134,7 +132,7 @@ def outcome(edit: ResultEdit, ranks: Ranks, lengths: Lengths, alone: bool, x: Te
         parts = lengths.parts(indices.stream)
         if parts is not None:
             x = checked(x, dim, parts, ranks)
-            x = gather_sum(x, dim, parts, ranks) if edit.summed else gather(x, dim, parts, ranks)
+            x = gather_sum(x, dim, parts, ranks) if edit.summed else gather(x, ((dim, parts),), ranks)
     return x
 
 
@@ -201,7 +199,10 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return (gather if differentiated() else _joined)(grad, *ctx.how), None, None, None
+        dim, parts, ranks = ctx.how
+        if differentiated():
+            return gather(grad, ((dim, parts),), ranks), None, None, None
+        return _joined(grad, dim, parts, ranks), None, None, None
 
 
 def sum_part(x: Tensor, dim: int, parts: Parts, ranks: Ranks) -> Tensor:

@@ -36,6 +36,24 @@ class Pair(nn.Module):
         return self.b(self.a(x).softmax(-1)) if flag else self.how(self, x)
 
 
+class GroupedHeads(nn.Module):
+    """A Llama with two key heads: over four ranks its values are cut by head and within heads: in tiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaModel
+
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        self.model = LlamaModel(
+            LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, vocab_size=8, **heads)
+        )
+        del self.model.embed_tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.model(inputs_embeds=x[None]).last_hidden_state
+        return out
+
+
 class Layer(nn.Module):
     """A block that may act by its number or by a function it was given."""
 
@@ -247,6 +265,7 @@ def _pair(name: str) -> nn.Module:
 
 
 EXACT: dict[str, Callable[[], nn.Module]] = {
+    "parts that are tiles": GroupedHeads,
     "numbers read by Python": lambda: Pair(_numbers),
     **{name: (lambda name=name: _pair(name)) for name in _FORWARDS},
     "blocks by number": lambda: Stack([Layer(i) for i in range(7)]),
