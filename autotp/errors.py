@@ -20,8 +20,10 @@ A message says what, where, which numbers, and what to do about it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class AutotpError(ValueError):
