@@ -27,6 +27,7 @@ from autotp.errors import NotPlannedError
 from autotp.ownership.rules_shared_classes import SharedClasses, bound, of_probabilities
 from autotp.program import SharedEdit
 from autotp.styles.comm import Ranks, differentiated, enter, leave, part
+from autotp.styles.shared_norm import autocast_dtype
 from autotp.torch_dynamo import at_trace
 
 IGNORED = -100  # torch's default
@@ -55,7 +56,7 @@ def shared_classes(edit: SharedEdit, func: Any, args: Any, kwargs: Any, ranks: R
             "path: autotp.shard(model, mesh, sample=(args, kwargs))."
         )
     target = given.get("target")
-    dtype = _dtype(func, what.kind, x.dtype, None if target is None else target.dtype, x.device.type, _autocast(x))
+    dtype = _dtype(func, what.kind, x.dtype, None if target is None else target.dtype, x.device.type, autocast_dtype(x))
     return _KINDS[what.kind](classes, x, given, dtype).to(dtype)
 
 
@@ -337,11 +338,6 @@ _KINDS: dict[str, Callable[[Classes, Tensor, dict[str, Any], torch.dtype], Tenso
     "log_softmax": _log_softmax,
     "softmax": _softmax,
 }
-
-
-def _autocast(x: Tensor) -> Any:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 @at_trace

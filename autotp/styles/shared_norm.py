@@ -45,7 +45,7 @@ def shared_norm(edit: SharedEdit, func: Any, args: Any, kwargs: Any, ranks: Rank
     y = y if weight is None else y * weight
     y = y if bias is None else y + bias
     of_weight = None if weight is None else weight.dtype
-    return y.to(_result_dtype(func, kind, x.dtype, of_weight, x.device.type, _autocast(x)))
+    return y.to(_result_dtype(func, kind, x.dtype, of_weight, x.device.type, autocast_dtype(x)))
 
 
 def _features(norm: SharedNorm, parts: Indices, x: Tensor, eps: float, ranks: Ranks) -> Tensor:
@@ -88,7 +88,8 @@ def _combined(mean: Tensor, spread: Tensor, weights: Tensor, ranks: Ranks) -> tu
     return total, (weights * (spreads + (means - total).pow(2))).sum(0)
 
 
-def _autocast(x: Tensor) -> Any:
+def autocast_dtype(x: Tensor) -> Any:
+    """What autocast converts to where ``x`` is; None where it is off."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
