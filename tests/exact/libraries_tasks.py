@@ -129,6 +129,58 @@ def fabric(folder: str) -> dict[str, Any]:
     return {"trained": trained, "norm": max(norms), "loaded": _apart(wrapped, reference), "held": held(model)}
 
 
+def lightning_trainer(folder: str) -> dict[str, Any]:
+    """Lightning's Trainer on two axes: two clipped steps, its checkpoint, and two more by another Trainer and model."""
+    import lightning
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    mine: list[Tensor] = []
+
+    class Lit(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.args, self.kwargs = double("hf:llama")
+
+        def configure_model(self) -> None:
+            if self.args is not None:  # Lightning calls this more than once
+                autotp.shard(self.model, self.device_mesh, sample=(self.args, self.kwargs))
+                self.args = None  # type: ignore[assignment]
+
+        def training_step(self, batch: dict[str, Tensor], number: int) -> Tensor:
+            mine.append(batch["input_ids"])
+            return self.model(**batch).loss  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return _adamw(self.model)
+
+    first, second = Lit(), Lit()
+    reference = copy.deepcopy(first.model)
+    with torch.no_grad():
+        for p in second.model.parameters():
+            p.zero_()  # whatever it has comes from the checkpoint
+    with as_launched():
+        for module, steps, path in ((first, 2, None), (second, 4, "last.ckpt")):
+            one = lightning.Trainer(
+                accelerator="cpu", devices=4, max_steps=steps, gradient_clip_val=0.5, default_root_dir=folder,
+                strategy=ModelParallelStrategy(
+                    data_parallel_size=2, tensor_parallel_size=2, process_group_backend="gloo"
+                ),
+                logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+            )  # fmt: skip
+            one.fit(module, DataLoader(Sentences(), batch_size=2), ckpt_path=path and f"{folder}/{path}")
+            one.save_checkpoint(f"{folder}/last.ckpt")
+    batches: list[Any] = [None] * 4
+    dist.all_gather_object(batches, mine)
+    expected = _adamw(reference)
+    for ids in map(torch.cat, zip(batches[0], batches[2], strict=True)):
+        reference(input_ids=ids, labels=ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        expected.step()
+        expected.zero_grad()
+    apart = sum(not torch.equal(a, b) for a, b in zip(batches[0], batches[2], strict=True))
+    return {"trained": _apart(second.model, reference), "steps": len(mine), "apart": apart, "held": held(second.model)}
+
+
 def trainer(payload: dict[str, Any]) -> dict[str, Any]:
     """transformers' Trainer: four steps of two batches with clipping, warm-up and decay; what it logs."""
     from accelerate import ParallelismConfig

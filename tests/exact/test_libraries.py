@@ -76,6 +76,14 @@ def test_shard_is_the_parallelize_fn_of_lightning(ranks: RankPool, tmp_path: Pat
         assert rank["loaded"] <= 1e-10
 
 
+def test_trainer_of_lightning(ranks: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    pytest.importorskip("accelerate")
+    for rank in ranks.run("tests.exact.libraries_tasks:lightning_trainer", str(tmp_path), timeout=SECONDS):
+        is_trained(rank, 0.3)
+        assert (rank["steps"], rank["apart"]) == (4, 4), "four steps, of batches that differ between the data ranks"
+
+
 @pytest.mark.parametrize("launched", ["", "told"], ids=["processes of their own", "by torchrun"])
 def test_trainer_of_transformers(two: RankPool, tmp_path: Path, launched: str) -> None:
     pytest.importorskip("accelerate")
