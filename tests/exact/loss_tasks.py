@@ -242,7 +242,7 @@ def of_transformers(payload: dict[str, Any]) -> dict[str, Any] | None:
     model, args, kwargs = built(payload["name"])
     model = LossOnly(model) if payload["loss only"] else model
     made = plan(copy.deepcopy(model), tp=tp, sample=(args, kwargs))
-    found = summary(measure(model, (args, kwargs), mesh, autotp_shard, Settings()))
+    found = summary(measure(model, (args, kwargs), mesh, autotp_shard, Settings(step=False)))
     return {**found, "gathers": [c.bytes for c in made.collectives if c.kind == "all_gather"]}
 
 
@@ -283,7 +283,9 @@ def measured(payload: dict[str, Any]) -> dict[str, Any] | None:
     model, inputs = Head(case), ((torch.randn(ROWS, LENGTH, WIDTH), targets(case.targets, case.classes)), {})
     options = {"sequence_parallel": True} if payload.get("tokens") else {}
     made = plan(copy.deepcopy(model), tp=tp, sample=inputs, **options)
-    found = summary(measure(copy.deepcopy(model), inputs, mesh, lambda *a: autotp_shard(*a, **options), Settings()))
+    found = summary(
+        measure(copy.deepcopy(model), inputs, mesh, lambda *a: autotp_shard(*a, **options), Settings(step=False))
+    )
     shard(model, mesh, sample=inputs, **options)
     x, y = (t.requires_grad_() if t.is_floating_point() else t for t in inputs[0])
     ran = Counter[str]()

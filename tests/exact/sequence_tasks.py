@@ -40,7 +40,7 @@ def exact(payload: dict[str, Any]) -> dict[str, Any] | None:
         plans.append(prepared.plan)
         return sharding.apply(model, mesh, prepared)
 
-    found = summary(measure(model, (args, kwargs), mesh, apply, Settings()))
+    found = summary(measure(model, (args, kwargs), mesh, apply, Settings(step=False)))
     plan = plans[0]
     scattered = sum(c.kind == "reduce_scatter" and c.when == "forward" for c in plan.collectives)
     norms = sum(row.style == "sequence_parallel" for row in plan.parameters)

@@ -32,7 +32,7 @@ def is_exact(found: dict[str, Any]) -> None:
     ("name", "how"),
     [
         ("hf:llama", "whole"),
-        ("hf:gpt2", "whole"),
+        pytest.param("hf:gpt2", "whole", marks=pytest.mark.long),
         ("user:nanogpt", "whole"),
         ("user:titan_llama", "blocks"),
         pytest.param("user:einsum", "module", marks=pytest.mark.long),

@@ -14,8 +14,10 @@ pytestmark = pytest.mark.slow
 TASKS = "tests.exact.loss_tasks:"
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("name", "tp"),  # each loss at one size in the short run
+    [pytest.param(n, tp, marks=[pytest.mark.long] * (i % 2 != tp // 4)) for i, n in enumerate(LOSSES) for tp in (2, 4)],
+)
 def test_loss(ranks: RankPool, name: str, tp: int) -> None:
     case = LOSSES[name]
     found = ranks.run(TASKS + "measured", {"name": name, "tp": tp})[0]
