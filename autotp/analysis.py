@@ -403,8 +403,7 @@ def _search(
         forced[tid] = d
     if record.folds and record.skipped and len(dims) != sum(t in forced for t in record.leaves.values()):
         raise Refold
-    fixed = frozenset(c.index for c in record.calls if c.fixed)
     gather = frozenset(t for m in record.modules if m.path in closed for t in m.outputs.values())
     notes = dict.fromkeys(gather, "by choice")
-    found = Search(model, args, kwargs, record, tp, Choices(forced, gather, fixed), notes).run()
+    found = Search(model, args, kwargs, record, tp, Choices(forced, gather, record.shut), notes).run()
     return replace(found, chosen=frozenset(forced))

@@ -64,9 +64,8 @@ def _searched(model: nn.Module, record: Trace, args: Any, kwargs: Any, tp: int, 
     laid = {record.leaves[name]: next(iter(cut.items())) for name, cut in used.items()}
     params = {tid for tid in record.leaves.values() if record.tensors[tid].parameter}
     dims = {tid: laid[tid][0] if tid in laid else None for tid in params}
-    fixed = frozenset(c.index for c in record.calls if c.fixed)
     room: dict[int, Room | None] = {t: _part(record, t, cut) for t, cut in record.given.items()}
-    return Search(model, args, kwargs, record, tp, Choices(dims, opaque=fixed, dealt=laid, room=room)).run()
+    return Search(model, args, kwargs, record, tp, Choices(dims, opaque=record.shut, dealt=laid, room=room)).run()
 
 
 def _reached(record: Trace) -> set[int]:

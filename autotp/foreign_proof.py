@@ -145,8 +145,7 @@ class Check:
         """The ownership pass with these cuts, with gathers where the plan has them, and no limit on groups."""
         forced = {self.trace.leaves[name]: dim for name, dim in dims.items()}
         gather = frozenset(t for m in self.trace.modules if m.path in closed for t in m.outputs.values())
-        fixed = frozenset(c.index for c in self.trace.calls if c.fixed)
-        own = Ownership(self.trace, 1, Choices(forced, gather, fixed))
+        own = Ownership(self.trace, 1, Choices(forced, gather, self.trace.shut))
         stated = np.full(len(own.nodes.parent), NOWHERE)
         for name, claim in self._of_tensors().items():
             tid = self.trace.leaves[name]

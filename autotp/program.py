@@ -164,14 +164,21 @@ class Lowering:
         self._results(call, edit)
         self._tokens(call, edit)
         self._check_aliases(call, edit)
-        if call.fixed and (edit.operands or edit.results):
-            raise CannotEdit(call.index, f"{call.name} is a custom autograd function, whose gradient is not known")
+        if call.fixed and (edit.results or not all(self._at_edge(call, i, e) for i, e in edit.operands.items())):
+            raise CannotEdit(call.index, f"{call.name} is a custom autograd function, which no mode can edit")
         edit.rows = self._rows(call)
         edit.shared = self._shared(call)
         edit.random = self._random(call)
         if call.module < 0 and edit:
             raise CannotEdit(call.index, f"{call.name} is called outside of the model")
         return edit
+
+    def _at_edge(self, call: Call, leaf: int, edit: OperandEdit) -> bool:
+        """Whether an operand can be edited where its module begins: a parameter of it that is read here only."""
+        tid, home = call.leaves[leaf].tid, self.trace.module_path(call)
+        at = {(self.trace.module_path(c), c.site) for c in self.trace.calls if Ref(tid) in c.leaves}
+        homes = {name.rpartition(".")[0] for name, t in self.trace.leaves.items() if t == tid}
+        return edit == OperandEdit(enter=True) and home in homes and at == {(home, call.site)}
 
     def _used_otherwise(self, tid: int, call: Call, settled: set[int]) -> bool:
         """Whether some operation of the call reads a converted operand without asking for that conversion."""

@@ -194,7 +194,7 @@ class Prover:
         error = "no number in its arguments makes it fit"
         for tried in itertools.islice(
             Solver(self.dealing, edit, self.rank).candidates(call, leaves, numbers),
-            MAX_TRIES if call.module >= 0 else 1,
+            MAX_TRIES if call.module >= 0 and not call.fixed else 1,
         ):
             try:
                 args, kwargs = rebuild(self._numbers(tried, leaves), spec)

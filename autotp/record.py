@@ -83,7 +83,8 @@ class Call:
     start: int
     stop: int = 0
     outs: list[Any] = field(default_factory=list)
-    fixed: bool = False  # a custom autograd function: nothing inside can be edited, and its gradient is unknown
+    fixed: bool = False  # a custom autograd function: neither it nor what happens inside of it can be edited
+    shut: str = ""  # why nothing is known of it but for whole tensors
     inner: set[tuple[Any, ...]] = field(default_factory=set)
 
     @property
@@ -141,6 +142,11 @@ class Trace:
     given: dict[int, Any] = field(default_factory=dict)  # tensors in such objects of which ranks have parts
     kept: dict[Any, int] = field(default_factory=dict)  # what such objects, and results, hold at the end, by its place
     like: dict[int, int] = field(default_factory=dict)  # a tensor of a skipped block -> that of the block it is like
+
+    @property
+    def shut(self) -> frozenset[int]:
+        """The calls of which nothing is known but for whole tensors."""
+        return frozenset(c.index for c in self.calls if c.shut)
 
     @property
     def skipped(self) -> list[tuple[str, str]]:

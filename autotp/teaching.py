@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from autotp.errors import RuleError
+from autotp.functions import is_function
 from autotp.ownership.declaration import Declaration, parse
 from autotp.ownership.discovery import by_trial
-from autotp.ownership.engine import RULES
+from autotp.ownership.engine import RULES, kept_whole
 from autotp.ownership.rules_taught import OpView, Teaching, taught
 
 _GUIDE = "See docs/teaching-operations.md."
@@ -29,13 +30,14 @@ def register_rule(
         autotp.register_rule("mylib::decay", "b t d, d -> b t d; cut b d")
 
     Args:
-        op: the operation: ``"namespace::name"``, what ``torch.library.custom_op`` returned, or ``torch.ops.mylib.op``.
+        op: the operation: ``"namespace::name"``, what ``torch.library.custom_op`` returned, ``torch.ops.mylib.op``, or
+            the class of a ``torch.autograd.Function``.
         rule: names for the dims of every tensor argument and result, and what holds for them. ``cut NAMES``: the
             operation on some indices of that dim gives the result at these indices, forward and backward.
             ``sum NAMES``: the result is the sum of the operation's results on parts of that dim. All other dims are
             kept whole. A function instead gets each call as an :class:`OpView` and gives such a text. Left out: what
             may be cut is found out by running the operation on small random tensors. What it does on values and sizes
-            that are not drawn is then taken on trust.
+            that are not drawn is then taken on trust. ``"whole"``: it gets whole tensors, and is not tried.
         counts: integer arguments that count a dim, as ``{"num_heads": "h"}``: a rank is given its share of them.
         check: try the declaration on small random tensors, the first time that the operation is met in a model.
 
@@ -44,14 +46,17 @@ def register_rule(
             takes lists of tensors; a declaration that cannot be read or does not fit the operation. While planning: a
             declaration that does not fit a call's shapes, or that ``check`` finds to be wrong.
     """
-    name, schemas = _operation(op)
-    known = RULES.get(name)
-    if known not in (None, by_trial) and not (isinstance(known, partial) and known.func is taught):
+    key, schemas = _operation(op)
+    name = key if isinstance(key, str) else key.__name__
+    known = RULES.get(key)
+    if known not in (None, by_trial, kept_whole) and not (isinstance(known, partial) and known.func is taught):
         raise RuleError(f"{name} has a rule of autotp's own: it needs no other")
     for schema in schemas:
         _check_schema(name, schema)
-    if rule is None and not counts:
-        RULES[name] = by_trial
+    if counts and is_function(key):
+        raise RuleError(f"{name} is an autograd function, whose arguments cannot be changed: counts cannot be followed")
+    if (rule is None or rule == "whole") and not counts:
+        RULES[key] = by_trial if rule is None else kept_whole
         return
     if isinstance(rule, str):
         declaration = parse(rule, name)
@@ -59,11 +64,14 @@ def register_rule(
             _fits(name, schema, declaration, dict(counts or {}))
     elif not callable(rule):
         raise RuleError(f"{name}: the rule must be a declaration or a function that gives one, not {rule!r}. {_GUIDE}")
-    RULES[name] = partial(taught, teaching=Teaching(name=name, rule=rule, counts=dict(counts or {}), check=check))
+    RULES[key] = partial(taught, teaching=Teaching(name=name, rule=rule, counts=dict(counts or {}), check=check))
 
 
-def _operation(op: Any) -> tuple[str, list[Any]]:
-    """Qualified name and schemas of an operation, however it was given."""
+def _operation(op: Any) -> tuple[Any, list[Any]]:
+    """Qualified name and schemas of an operation, however it was given; an autograd function goes by its class."""
+    function = getattr(op, "__self__", op)  # what may be given is its apply
+    if is_function(function):
+        return function, []
     if isinstance(op, str):
         space, _, short = op.partition("::")
         packet = getattr(getattr(torch.ops, space, None), short, None) if space and short else None
@@ -76,8 +84,8 @@ def _operation(op: Any) -> tuple[str, list[Any]]:
         packet = getattr(packet, "overloadpacket", packet)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         raise RuleError(
-            f"{op!r} is no operation: give 'namespace::name', a torch.library.custom_op or torch.ops.NAMESPACE.NAME. "
-            "Python functions need no rule: what they call is looked at"
+            f"{op!r} is no operation: give 'namespace::name', a torch.library.custom_op, torch.ops.NAMESPACE.NAME or a "
+            "torch.autograd.Function. Python functions need no rule: what they call is looked at"
         )
     return packet._qualified_op_name, [getattr(packet, o)._schema for o in packet.overloads()]
 

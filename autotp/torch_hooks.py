@@ -9,7 +9,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
@@ -178,6 +178,13 @@ def no_modes() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def recorded_gradients() -> Iterator[None]:
+    """Autograd as usual, whatever the caller has turned off."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
 def in_backward() -> bool:
     """Whether a backward is running (where checkpointing calls modules again)."""
     return torch._C._current_graph_task_id() != -1
@@ -235,7 +242,11 @@ def recomputes(function: Any) -> bool:
 
 @contextmanager
 def custom_functions(note: Any) -> Iterator[None]:
-    """Inside, ``note(cls, apply, args, kwargs)`` runs the user's ``torch.autograd.Function``s (not torch's own)."""
+    """Inside, ``note(cls, apply, args, kwargs)`` runs the user's ``torch.autograd.Function``s (not torch's own).
+
+    Once for a call that looks ``apply`` up, as it is made; and once more for its forward, which is all that shows of a
+    call by an ``apply`` that was kept from before (``act = MyFunction.apply``). Classes made inside show the former.
+    """
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -246,8 +257,44 @@ def custom_functions(note: Any) -> Iterator[None]:
             return run(*args, **kwargs)
         return note(cls, run, args, kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)
+    with ExitStack() as stack:
+        for cls in _functions(torch.autograd.Function):
+            stack.enter_context(_replaced(cls, "forward", staticmethod(_noted(cls, note))))
+        stack.enter_context(_replaced(torch.autograd.Function, "apply", classmethod(apply)))
+        yield
+
+
+def _functions(of: type) -> set[type]:
+    """The user's functions: all classes that are made from one."""
+    below: set[type] = set(of.__subclasses__())
+    below |= {c for sub in below for c in _functions(sub)}
+    return {c for c in below if not c.__module__.startswith("torch.")}
+
+
+def _noted(cls: Any, note: Any) -> Any:
+    forward, context = cls.forward, 0 if has_own_context(cls) else 1
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = args[:context]
+        return note(cls, lambda *a, **k: forward(*given, *a, **k), args[context:], kwargs)
+
+    return run
+
+
+def has_own_context(cls: Any) -> bool:
+    """Whether the forward of a function is without a context, which another method of it fills."""
+    return cls.setup_context is not torch.autograd.Function.setup_context
+
+
+@contextmanager
+def _replaced(cls: type, name: str, value: Any) -> Iterator[None]:
+    kept, missing = vars(cls).get(name), name not in vars(cls)
+    setattr(cls, name, value)
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original
+        if missing:
+            delattr(cls, name)
+        else:
+            setattr(cls, name, kept)

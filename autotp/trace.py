@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autotp import torch_frames, torch_hooks, torch_ops
 from autotp.caches import forget_tensors
 from autotp.errors import AutotpError
+from autotp.functions import close_function, returned_apart
 from autotp.held import Layouts, Place, is_object, with_tensors
 from autotp.plausible import integer_outputs, reader, scalar
 from autotp.record import Call, Enough, Recorder, Trace, Traced
@@ -62,7 +63,8 @@ class _Ops(TorchDispatchMode):
         implicit = None
         if rec.call is None:
             implicit = rec.call = rec.open_call(func, args, kwargs, ("implicit",))
-            implicit.fixed = any(isinstance(x, Traced) for x in leaves)  # nowhere in the user's code to edit it
+            implicit.fixed = any(isinstance(x, Traced) for x in leaves)
+            implicit.shut = "is called nowhere in the model's code" if implicit.fixed else ""
             implicit.inner, rec.wrapped = rec.wrapped, set()
         rec.op(func, args, kwargs, out, [rec.tid(w) for w in written])
         if implicit is not None:
@@ -200,14 +202,16 @@ class _Calls(TorchFunctionMode):
 
 
 def _custom(recorder: Recorder, calls: _Calls, function: Any, apply: Any, args: Any, kwargs: Any) -> Any:
-    """A custom autograd function is one call, whatever its forward does: only its author knows its gradient."""
+    """A custom autograd function is one call and one operation, whatever its forward does: its gradient is its own."""
     if recorder.call is not None:
         return apply(*args, **kwargs)
     if torch_hooks.recomputes(function):
         return _recomputed(recorder, apply, args, kwargs)
     call = recorder.open_call(function, args, kwargs, torch_frames.call_site())
-    call.fixed = True
-    return calls.noted(call, apply, args, kwargs)
+    call.fixed, known = True, len(recorder.trace.tensors)
+    out = calls.noted(call, lambda *a, **k: returned_apart(recorder, call, apply(*a, **k), a), args, kwargs)
+    close_function(recorder, call, known)
+    return out
 
 
 def _recomputed(recorder: Recorder, apply: Any, args: Any, kwargs: Any) -> Any:

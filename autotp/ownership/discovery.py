@@ -6,7 +6,9 @@ dims, and tried (:mod:`autotp.ownership.trials`). What is not shown is as for an
 
 Trials show what an operation does on what they draw, not what it is. Operations of torch and its own libraries are
 functions without hidden thresholds and are trusted that far; those of others only if the user asks for it. The former
-run in a process apart, as some read memory where the values they are given tell them to.
+run in a process apart, as some read memory where the values they are given tell them to. A custom autograd function is
+trusted as far as it consists of operations of torch, forward and backward, and goes by no values that it computes
+(:mod:`autotp.ownership.watched`).
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autotp import torch_ops
+from autotp.functions import FunctionOp
 from autotp.ownership.apart import asked
-from autotp.ownership.engine import Ownership, no_rule
+from autotp.ownership.engine import Ownership, no_rule, rule_of
 from autotp.ownership.rules_dims import Operand, by_dims
 from autotp.ownership.trials import Slot, Trial, mistake, sizes_of, slot
+from autotp.ownership.watched import TRUSTED
 from autotp.record import Op
 from autotp.trees import Ref, flatten
 
-TRUSTED = {"aten", "prims", "torchvision", "torchaudio"}
 MAX_NUMEL = 1 << 16
 MAX_CLAIMS = 256
 
@@ -39,18 +42,27 @@ class Shown:
     results: tuple[int | None, ...]
 
 
+@dataclass(frozen=True)
+class Found:
+    """All such dims, and what trials speak against for another one."""
+
+    dims: tuple[Shown, ...] = ()
+    against: str = ""
+
+
 def may_be_tried(func: Any) -> bool:
     """Whether an operation is of a library that is trusted, makes new tensors, and draws no numbers."""
-    return func.namespace in TRUSTED and torch_ops.is_functional(func)
+    return isinstance(func, FunctionOp) or (func.namespace in TRUSTED and torch_ops.is_functional(func))
 
 
 def by_trial(own: Ownership, op: Op) -> None:
     """Carry owners along the dims that trials have shown; else everything whole."""
     leaves = flatten((op.args, op.kwargs))[0]
     refs = [x.tid for x in leaves if isinstance(x, Ref)]
-    found = shown(own, op)
+    result = searched(own, op)
+    found, against = result.dims, f": {result.against}" if isinstance(op.func, FunctionOp) and result.against else ""
     if not found:
-        return no_rule(own, op)
+        return no_rule(own, op, against)
     out = own.shape(op.outs[0])
     frame = tuple(out[s.results[0] or 0] for s in found)
     operands = []
@@ -62,41 +74,46 @@ def by_trial(own: Ownership, op: Op) -> None:
         place = {s.results[j]: i for i, s in enumerate(found)}
         there = any(s.results[j] is not None for s in found)
         results.append(tuple(place.get(d) for d in range(len(own.shape(t)))) if there else None)
-    by_dims(own, op, operands, range(len(frame)), results, frame)
+    by_dims(own, op, operands, range(len(frame)), results, frame, against)
     owners = own.owners(op.outs[0])
     if owners is not None:
         own.tried.append((str(op.func.overloadpacket), own.nodes.distinct(owners)))
     return None
 
 
-_FOUND: dict[Any, tuple[Shown, ...]] = {}
+_FOUND: dict[Any, Found] = {}
 
 
 def shown(own: Ownership, op: Op) -> tuple[Shown, ...]:
-    """What trials show of an operation on tensors of these shapes; tried once in a process."""
+    """What trials show of an operation on tensors of these shapes."""
+    return searched(own, op).dims
+
+
+def searched(own: Ownership, op: Op) -> Found:
+    """The same with what speaks against other dims; tried once in a process."""
     base = _claim(own, op)
     if base is None:
-        return ()
+        return Found()
     if base.key not in _FOUND:
         outs = [own.shape(t) for t in op.outs]
-        _FOUND[base.key] = _elsewhere(base, outs) if op.func.namespace in TRUSTED else tuple(_search(base, outs))
+        _FOUND[base.key] = _elsewhere(base, outs) if op.func.namespace in TRUSTED else _search(base, outs)
     return _FOUND[base.key]
 
 
-def _elsewhere(base: Trial, outs: list[tuple[int, ...]]) -> tuple[Shown, ...]:
+def _elsewhere(base: Trial, outs: list[tuple[int, ...]]) -> Found:
     """The search in a process apart: nothing is shown if it ends that process."""
     try:
         payload = base.func.name(), pickle.dumps((replace(base, func=None), outs))
     except (pickle.PicklingError, TypeError, AttributeError):
-        return ()
-    return asked(base.func.namespace, f"{__name__}:search_for", payload) or ()
+        return Found()
+    return asked(base.func.namespace, f"{__name__}:search_for", payload) or Found()
 
 
-def search_for(payload: tuple[str, bytes]) -> tuple[Shown, ...]:
-    """What :func:`shown` asks for there: an operation by its full name, and the claim about it."""
+def search_for(payload: tuple[str, bytes]) -> Found:
+    """What :func:`searched` asks for there: an operation by its full name, and the claim about it."""
     name, rest = payload
     base, outs = pickle.loads(rest)
-    return tuple(_search(replace(base, func=torch_ops.operation(name)), outs))
+    return _search(replace(base, func=torch_ops.operation(name)), outs)
 
 
 def _claim(own: Ownership, op: Op) -> Trial | None:
@@ -109,28 +126,32 @@ def _claim(own: Ownership, op: Op) -> Trial | None:
         return None
     plain = tuple(None if isinstance(x, Ref) else x for x in leaves)
     nowhere = (None,) * len(slots)
-    return Trial(op.func, plain, spec, slots, nowhere, (None,) * len(op.outs), thorough=True)
+    asked_for = rule_of(op.func) is by_trial
+    return Trial(op.func, plain, spec, slots, nowhere, (None,) * len(op.outs), thorough=True, asked=asked_for)
 
 
-def _search(base: Trial, outs: list[tuple[int, ...]]) -> Iterator[Shown]:
+def _search(base: Trial, outs: list[tuple[int, ...]]) -> Found:
     small = _smaller(base)
-    if small is None:
-        return
-    sizes = sizes_of(small)
-    if sizes is None or [len(s) for s in sizes] != [len(s) for s in outs]:
-        return
+    sizes = sizes_of(small) if small is not None else None
+    if small is None or sizes is None or [len(s) for s in sizes] != [len(s) for s in outs]:
+        return Found(against="it cannot be run on small tensors on the CPU")
+    found: list[Shown] = []
     taken: set[tuple[int, int]] = set()
-    tries = 0
+    tries, against = 0, ""
     for r, n in enumerate(outs[0]):
         for claim in _claims(base, outs, r, n, taken) if n > 1 else ():
             tries += 1
             if tries > MAX_CLAIMS:
-                return
-            trial = replace(small, dims=claim.operands, results=claim.results)
-            if _fits(trial, sizes) and not mistake(trial):
+                return Found(tuple(found), against)
+            trial = replace(small, dims=claim.operands, results=claim.results, full=n)
+            why = mistake(trial) if _fits(trial, sizes) else "another size on small tensors"
+            if not why:
                 taken |= {(k, d) for k, d in enumerate(claim.operands) if d is not None}
-                yield claim
+                found.append(claim)
                 break
+        else:
+            against = f"along dim {r}, {why}" if n > 1 and why else against
+    return Found(tuple(found), against)
 
 
 def _claims(base: Trial, outs: list[tuple[int, ...]], r: int, n: int, taken: set[tuple[int, int]]) -> Iterator[Shown]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from autotp import torch_hooks, torch_ops
+from autotp.errors import RuleError
 from autotp.ownership.nodes import Nodes, along, compress, core, pairs, varies
 from autotp.ownership.state import Count, Owned, State, Vec, Want, Weights
 from autotp.ownership.streams import Streams
@@ -360,6 +361,10 @@ class Ownership:
 
     def _opaque(self, call: Any) -> None:
         reason = f"{call.name} has no rule for what happens inside it"
+        if call.shut:
+            reason += f": it {call.shut}"
+            if RULES.get(call.func, kept_whole) is not kept_whole:
+                raise RuleError(f"{call.name}: its rule cannot be followed, as it {call.shut}")
         for i in range(call.start, call.stop):
             self.at = i
             op = self.trace.ops[i]
@@ -422,6 +427,11 @@ def find_rule(op: Op) -> Rule:
     return by_trial if may_be_tried(op.func) else no_rule
 
 
-def no_rule(own: Ownership, op: Op) -> None:
+def no_rule(own: Ownership, op: Op, why: str = "") -> None:
     """Everything whole, with the operation as the reason."""
-    own.all_whole(op, f"op {op.func} has no rule")
+    own.all_whole(op, f"op {op.func} has no rule{why}")
+
+
+def kept_whole(own: Ownership, op: Op) -> None:
+    """Everything whole, as the user said."""
+    own.all_whole(op, f"op {op.func} gets whole tensors, by a rule that was registered")

@@ -56,6 +56,7 @@ def by_dims(
     free: Iterable[int],
     results: Sequence[Places | None] | None = None,
     frame: tuple[int, ...] | None = None,
+    against: str = "",
 ) -> None:
     """Carry owners through an operation that treats every index of the ``free`` places on its own.
 
@@ -65,6 +66,7 @@ def by_dims(
         results: for every result, which place each of its dims is, or None for one that is the same whatever is cut
             (left out: all are shaped like the frame).
         frame: the sizes of the places (left out: the shape of the first result).
+        against: what speaks against other places, if that is known, for the reasons in the plan.
     """
     shape = frame if frame is not None else own.shape(op.outs[0])
     results = _live(own, op, results if results is not None else [range(len(shape))] * len(op.outs))
@@ -83,7 +85,7 @@ def by_dims(
         own.want(t)
     if not rest and _only_weights(own, operands) and not op.writes:
         return _weights(own, op, operands, allowed, results)
-    acc = _owners(own, op, operands, allowed, shape)
+    acc = _owners(own, op, operands, allowed, shape, against)
     if acc is None:
         for x in operands:
             own.whole(x.tid, f"goes through {op.func.overloadpacket} with other whole tensors")
@@ -134,7 +136,7 @@ def _weights(
 
 
 def _owners(
-    own: Ownership, op: Op, operands: Sequence[Operand], free: set[int], shape: tuple[int, ...]
+    own: Ownership, op: Op, operands: Sequence[Operand], free: set[int], shape: tuple[int, ...], against: str
 ) -> Tensor | None:
     """What all operands agree on, in the frame of the result; None if nothing is or can be cut."""
     met: list[tuple[int, Tensor]] = []
@@ -144,7 +146,8 @@ def _owners(
             continue
         merged = own.merge_along(o, [d for d, r in enumerate(x.places) if r not in free])
         if merged is None:
-            own.whole(x.tid, f"{op.func.overloadpacket} works along a dim of it, where it would be cut")
+            along = f"{op.func.overloadpacket} works along a dim of it, where it would be cut"
+            own.whole(x.tid, f"op {op.func} has no rule there{against}" if against else along)
         elif any(varies(merged, d) for d in range(merged.ndim)):
             met.append((x.tid, _framed(merged, x.places, free, shape)))
     acc = _meet(own, op, met)

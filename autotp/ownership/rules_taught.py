@@ -155,7 +155,9 @@ def _trial(own: Ownership, op: Op, named: _Named, name: str, teaching: Teaching)
     results = tuple(names.index(name) if name in names else None for names in named.results)
     counted = [a for a, n in teaching.counts.items() if n == name]
     places = tuple(i for i, a in enumerate(_leaf_names(op)) if a in counted)
-    return Trial(op.func, tuple(leaves), spec, tuple(slots), tuple(dims), results, name in named.sums, places)
+    return Trial(
+        op.func, tuple(leaves), spec, tuple(slots), tuple(dims), results, name in named.sums, places, asked=True
+    )
 
 
 def _leaf_names(op: Op) -> list[str]:

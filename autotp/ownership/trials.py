@@ -1,8 +1,8 @@
 """Run an operation on small real tensors, whole and in pieces, and see whether the pieces give the whole.
 
 Trials are made in float64 where the operation takes it, and in its own dtype too; on several draws of values (ordinary,
-large, tied, signed, with zeros and spikes), on several sizes, on several ways to divide the indices; forward, and
-backward where there is one. All draws are seeded, so that an answer is always the same.
+large, tied, signed, with zeros and spikes) and of incoming gradients, on several sizes, on several ways to divide the
+indices; forward, and backward where there is one. All draws are seeded, so that an answer is always the same.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from autotp import torch_hooks
+from autotp.functions import FunctionOp
+from autotp.ownership.watched import Impure, watched
 from autotp.record import Trace, Traced
 from autotp.trees import flatten, rebuild
 
@@ -23,6 +25,7 @@ Places = tuple[int | None, ...]
 SIZES = (1, 2, 3, 5, 8, 19, 40)
 MIN_SIZES = 4
 MAX_NUMEL = 1 << 18
+MAX_FULL = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Trial:
     """An operation with its arguments, and what is claimed of one dim of it.
 
     ``dims[k]``: the dim of operand k that it is, or None; ``results[j]`` likewise. ``summed``: the result is a sum over
-    it. ``counts``: leaves that count its indices. ``thorough``: it must be seen to hold for several sizes.
+    it. ``counts``: leaves that count its indices. ``thorough``: it must be seen to hold for several sizes. ``full``:
+    how many indices it has in the model. ``asked``: the user wants it tried, whatever it runs.
     """
 
     func: Any
@@ -52,6 +56,8 @@ class Trial:
     summed: bool = False
     counts: tuple[int, ...] = ()
     thorough: bool = False
+    full: int = 0
+    asked: bool = False
 
     @property
     def size(self) -> int:
@@ -63,7 +69,7 @@ class Trial:
         """What tells this trial from others."""
         tensors = tuple((s.shape, s.dtype) for s in self.slots)
         others = tuple(repr(x) for i, x in enumerate(self.leaves) if i not in {s.at for s in self.slots})
-        claim = self.dims, self.results, self.summed, self.counts, self.thorough
+        claim = self.dims, self.results, self.summed, self.counts, self.thorough, self.full, self.asked
         return self.func, tensors, others, repr(self.spec), *claim
 
     def call(self, tensors: Sequence[Tensor], size: int) -> list[Any]:
@@ -117,6 +123,10 @@ DRAWS: tuple[Draw, ...] = (
     lambda s, g: torch.zeros(s, dtype=torch.float64),
 )
 
+HUGE = 1e8  # of gradients, which a loss may be scaled by
+SPIKE = DRAWS.index(_spike)
+OTHER = (0, 2, 3)  # the draws for other sizes than the model's
+
 
 _KNOWN: dict[Any, str] = {}
 
@@ -130,7 +140,7 @@ def mistake(trial: Trial) -> str:
 
 
 def _tried(trial: Trial) -> str:
-    with torch_hooks.no_modes(), torch_hooks.kept_rng(), torch.enable_grad(), torch.device("cpu"):
+    with torch_hooks.no_modes(), torch_hooks.kept_rng(), torch_hooks.recorded_gradients(), torch.device("cpu"):
         return _Trials(trial).run()
 
 
@@ -150,6 +160,7 @@ def sizes_of(trial: Trial) -> list[tuple[int, ...]] | None:
 class _Trials:
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
+        self.error = ""
         self.told = 0  # runs whose results say something
         self.sizes: set[int] = set()
 
@@ -158,19 +169,19 @@ class _Trials:
         try:
             wide = self._runs(True)
             if not wide and not self._runs(False):
-                return "it cannot be run on small tensors"
+                return f"it cannot be run on small tensors{self.error}"
         except Impure as e:
             return str(e)
         sizes = [t.size, *(n for n in (*SIZES, 2 * t.size + 1) if n != t.size)]
-        for n, size in enumerate(sizes):
-            draws = range(len(DRAWS)) if n == 0 else (0, 2, 3)
-            for k in draws:
-                why = self._compare(size, k, wide)
-                if why:
-                    return f"{why} (size {size})"
-        own = next((self._compare(t.size, k, False) for k in (0, 2)), "") if wide else ""
-        if own:
-            return f"{own} (in its own dtype)"
+        whys = itertools.chain(
+            (self._why(size, k, wide) for n, size in enumerate(sizes) for k in (range(len(DRAWS)) if not n else OTHER)),
+            (self._why(t.size, k, False) for k in (0, 2) if wide),
+            (self._why(t.size, 0, wide, only=i) for i in range(len(t.slots)) if len(t.slots) > 1),
+            (self._why(t.full, 0, wide) for _ in range(t.full > t.size)),
+        )
+        why = next(filter(None, whys), "")
+        if why:
+            return why
         if self.told < len(DRAWS) or (t.thorough and len(self.sizes) < MIN_SIZES):
             return "its results on random tensors say too little"
         return ""
@@ -182,9 +193,14 @@ class _Trials:
             tensors = _drawn_all(self.trial, self.trial.size, k, wide)
             before = [t.clone() for t in tensors]
             try:
-                first, second = (self.trial.call(tensors, self.trial.size) for _ in range(2))
-            except Exception:
+                self.trial.call(tensors, self.trial.size)
+            except Exception as e:
+                self.error = f" ({type(e).__name__}: {e})"
                 continue
+            first, second = (
+                watched(self.trial.func, lambda xs: self.trial.call(xs, self.trial.size), tensors, self.trial.asked)
+                for _ in range(2)
+            )
             if not all(_close(a, b, 0.0) for a, b in zip(tensors, before, strict=True)):
                 raise Impure("it writes into its arguments")
             if not all(_close(a, b, 0.0) for a, b in zip(first, second, strict=True)):
@@ -192,33 +208,47 @@ class _Trials:
             return True
         return False
 
-    def _compare(self, size: int, k: int, wide: bool) -> str:
+    def _why(self, size: int, k: int, wide: bool, only: int | None = None) -> str:
+        why = self._compare(size, k, wide, only)
+        return why and f"{why} (size {size}{'' if wide else ', in its own dtype'})"
+
+    def _compare(self, size: int, k: int, wide: bool, only: int | None) -> str:
+        """What is wrong on draw ``k``, with gradients for all operands or the ``only`` one."""
         t = self.trial
         tensors = _drawn_all(t, size, k, wide)
-        if sum(x.numel() for x in tensors) > MAX_NUMEL:
+        if sum(x.numel() for x in tensors) > (MAX_FULL if size == t.full else MAX_NUMEL):
             return ""
-        tensors = [x.requires_grad_(x.is_floating_point() or x.is_complex()) for x in tensors]
+        for i, x in enumerate(tensors):
+            x.requires_grad_(_is_number(x) and only in (None, i))
         try:
-            whole = t.call(tensors, size)
+            gradients = _gradients(t.call(tensors, size), k)[: None if size == t.size else 1 + (k == 0)]
         except Exception:
             return ""  # it does not take such values or sizes: they tell nothing
-        tolerance = 1e-8 if wide else 1e-3
-        g = torch.Generator().manual_seed(7 * size + k)
-        for parts in _divisions(size, g):
+        for weights in gradients:
+            why = self._divided(_Run(t, tensors, size, weights), wide, torch.Generator().manual_seed(7 * size + k))
+            if why:
+                return why
+        return ""
+
+    def _divided(self, run: _Run, wide: bool, g: torch.Generator) -> str:
+        tolerance = 1e-8 if wide else max([1e-3, *(4 * torch.finfo(x.dtype).eps for x in run.tensors if _is_number(x))])
+        whole = run.whole()
+        gradients = run.gradients(whole)
+        if isinstance(gradients, str):
+            return gradients
+        for parts in _divisions(run.size, g):
             try:
-                pieces = [t.call([_part(x, d, p) for x, d in zip(tensors, t.dims, strict=True)], len(p)) for p in parts]
+                pieces = [run.piece(p) for p in parts]
             except Indivisible:
                 continue
             except Exception as e:
-                return f"it fails on {[len(p) for p in parts]} of {size} indices: {type(e).__name__}: {e}"
-            why = self._forward(whole, pieces, parts, tolerance) or self._backward(
-                tensors, whole, pieces, parts, tolerance
-            )
+                return f"it fails on {[len(p) for p in parts]} of {run.size} indices: {type(e).__name__}: {e}"
+            why = self._forward(whole, pieces, parts, tolerance) or run.backward(gradients, pieces, parts, tolerance)
             if why:
                 return why
             if any(_tells(y) for y in whole):
                 self.told += 1
-                self.sizes.add(size)
+                self.sizes.add(run.size)
         return ""
 
     def _forward(self, whole: list[Any], pieces: list[list[Any]], parts: list[Tensor], tolerance: float) -> str:
@@ -236,38 +266,72 @@ class _Trials:
                 return "pieces do not give the pieces of the result"
         return ""
 
-    def _backward(
-        self, tensors: list[Tensor], whole: list[Any], pieces: list[list[Any]], parts: list[Tensor], tolerance: float
-    ) -> str:
-        g = torch.Generator().manual_seed(5)
-        asked = [y for y in whole if isinstance(y, Tensor) and y.requires_grad]
-        inputs = [x for x in tensors if x.requires_grad]
-        if not asked:
-            return ""
-        weights = {j: _normal(tuple(y.shape), g).to(y.dtype) for j, y in enumerate(whole) if _asks(y)}
+
+@dataclass(frozen=True)
+class _Run:
+    """An operation on some tensors, whole and in pieces, with these gradients coming in (by result)."""
+
+    trial: Trial
+    tensors: list[Tensor]
+    size: int
+    weights: dict[int, Tensor]
+
+    def whole(self) -> list[Any]:
+        """The results."""
+        return self.trial.call(self.tensors, self.size)
+
+    def piece(self, part: Tensor) -> list[Any]:
+        """The results on some of the indices."""
+        dims = zip(self.tensors, self.trial.dims, strict=True)
+        return self.trial.call([_part(x, d, part) for x, d in dims], len(part))
+
+    def gradients(self, whole: list[Any]) -> tuple[Tensor | None, ...] | str:
+        """Those of the whole; none where there is no backward, and what is wrong where it fails."""
+        own = isinstance(self.trial.func, FunctionOp)  # written by a user: an error in it is no lack of one
         try:
-            full = torch.autograd.grad(
-                [whole[j] for j in weights], inputs, list(weights.values()), allow_unused=True, retain_graph=True
-            )
-        except (RuntimeError, NotImplementedError):
-            return ""  # it has no backward
-        total: list[Any] = [None] * len(inputs)
+            return self._back(whole, self.weights) if self.weights else ()
+        except Exception as e:
+            missing = not own and isinstance(e, (RuntimeError, NotImplementedError))
+            return () if missing else f"its backward fails: {type(e).__name__}: {e}"
+
+    def backward(
+        self, full: tuple[Tensor | None, ...], pieces: list[list[Any]], parts: list[Tensor], tolerance: float
+    ) -> str:
+        """What is wrong with the gradients of pieces."""
+        if not full:
+            return ""
+        total: list[Any] = [None] * len(full)
         for piece, part in zip(pieces, parts, strict=True):
-            here = {j: w if self.trial.summed else _part(w, self.trial.results[j], part) for j, w in weights.items()}
-            got = torch.autograd.grad(
-                [piece[j] for j in here], inputs, list(here.values()), allow_unused=True, retain_graph=True
-            )
+            sums = self.trial.summed
+            here = {j: w if sums else _part(w, self.trial.results[j], part) for j, w in self.weights.items()}
+            try:
+                got = self._back(piece, here)
+            except Exception as e:
+                return f"its backward fails on {len(part)} of {self.size} indices: {type(e).__name__}: {e}"
             total = [a if b is None else b if a is None else a + b for a, b in zip(total, got, strict=True)]
+        inputs = [x for x in self.tensors if x.requires_grad]
         ok = all(_close(_zero(a, x), _zero(b, x), tolerance) for a, b, x in zip(total, full, inputs, strict=True))
         return "" if ok else "the gradients of pieces are not those of the whole"
 
+    def _back(self, results: list[Any], weights: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
+        inputs, given = [x for x in self.tensors if x.requires_grad], [w.clone() for w in weights.values()]
+        return torch.autograd.grad([results[j] for j in weights], inputs, given, allow_unused=True)
 
-class Impure(Exception):
-    """An operation with effects besides its result."""
+
+def _gradients(whole: list[Any], k: int) -> list[dict[int, Tensor]]:
+    """The gradients to try: ordinary ones, those of another draw, and for one result of several alone."""
+    asked = [j for j, y in enumerate(whole) if isinstance(y, Tensor) and y.requires_grad]
+    if not asked:
+        return [{}]
+    g = torch.Generator().manual_seed(5)
+    draws = (_normal, DRAWS[(k + SPIKE) % len(DRAWS)])
+    of = [{j: draw(tuple(whole[j].shape), g).to(whole[j].dtype) for j in asked} for draw in draws]
+    of += [{j: w * HUGE for j, w in of[0].items()}] if not k else []
+    return of + [{j: of[0][j]} for j in asked if len(asked) > 1 and not k]
 
 
-def _asks(y: Any) -> bool:
-    return isinstance(y, Tensor) and y.requires_grad
+def _is_number(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _zero(g: Tensor | None, like: Tensor) -> Tensor:
@@ -306,6 +370,8 @@ def _divisions(size: int, g: torch.Generator) -> Iterator[list[Tensor]]:
     indices = torch.arange(size)
     yield [indices[: size // 2], indices[size // 2 :]]
     if size > 2:
+        few = max(1, size // 8)
+        yield [indices[:few], indices[few:]]
         taken = torch.zeros(size, dtype=torch.bool)
         taken[torch.randperm(size, generator=g)[: max(1, size // 3)]] = True
         yield [indices[taken], indices[~taken]]
@@ -321,9 +387,11 @@ def _close(a: Any, b: Any, tolerance: float) -> bool:
         return bool(a == b)
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if not (a.is_floating_point() or a.is_complex()):
-        return torch.equal(a, b)
     a, b = a.detach(), b.detach()
+    if torch.equal(a, b):
+        return True
+    if not _is_number(a):
+        return False
     finite = b[torch.isfinite(b)]
     scale = max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
     return bool(torch.isclose(a, b, rtol=0.0, atol=tolerance * scale, equal_nan=True).all())
@@ -338,4 +406,4 @@ def _tells(y: Any) -> bool:
     return bool(torch.isfinite(y).any()) and bool((y != y[0]).any())
 
 
-__all__ = ["Slot", "Trial", "mistake", "sizes_of", "slot"]
+__all__ = ["Impure", "Slot", "Trial", "mistake", "sizes_of", "slot"]

@@ -10,6 +10,7 @@ from autotp.ranks import RankPool
 from tests.models.operations import Case, check, measured
 from tests.models.operations_along import ALONG
 from tests.models.operations_at_rest import AT_REST
+from tests.models.operations_functions import FUNCTIONS
 from tests.models.operations_norm import NORM
 from tests.models.operations_scatter import SCATTER
 from tests.models.operations_taught import TAUGHT
@@ -17,7 +18,7 @@ from tests.models.operations_tried import TRIED
 
 pytestmark = pytest.mark.slow
 
-CASES: dict[str, Case] = {**SCATTER, **NORM, **AT_REST, **ALONG, **TAUGHT, **TRIED}
+CASES: dict[str, Case] = {**SCATTER, **NORM, **AT_REST, **ALONG, **TAUGHT, **TRIED, **FUNCTIONS}
 
 
 def run(payload: dict[str, Any]) -> dict[str, Any]:

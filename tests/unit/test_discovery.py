@@ -157,7 +157,7 @@ def test_one_that_hides_nothing_is_shown_to_hide_nothing() -> None:
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
     yield
-    for name in [n for n in RULES if n.startswith("autotp_hiding::")]:
+    for name in [n for n in RULES if str(n).startswith("autotp_hiding::")]:
         del RULES[name]
 
 

@@ -233,16 +233,16 @@ def test_more_ranks_than_rows_of_a_matrix():
 def test_what_the_analysis_has_no_answer_to_is_not_called_unsound():
     class Double(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):
-            return 2 * x
+        def forward(ctx, x, how):
+            return how(x)
 
         @staticmethod
         def backward(ctx, grad):
-            return 2 * grad
+            return 2 * grad, None
 
     class Unknown(MLP):
         def forward(self, x):
-            return self.down(Double.apply(self.up(x)))
+            return self.down(Double.apply(self.up(x), lambda x: 2 * x))
 
     with pytest.raises(PlanError, match="cannot be proved over 2 ranks") as raised:
         autotp.plan(Unknown(), tp=2, sample=X, plan=ROWS)

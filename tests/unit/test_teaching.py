@@ -90,7 +90,7 @@ class Model(nn.Module):
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
     yield
-    for name in [n for n in RULES if n.startswith("autotp_unit::")]:
+    for name in [n for n in RULES if str(n).startswith("autotp_unit::")]:
         del RULES[name]
 
 
