@@ -23,9 +23,10 @@ from typing import Any
 from autotp import torch_ops
 from autotp.functions import FunctionOp
 from autotp.ownership.apart import asked
+from autotp.ownership.claims import Slot, Trial, slot
 from autotp.ownership.engine import Ownership, no_rule, rule_of
 from autotp.ownership.rules_dims import Operand, by_dims
-from autotp.ownership.trials import Slot, Trial, mistake, sizes_of, slot
+from autotp.ownership.trials import mistake, sizes_of
 from autotp.ownership.watched import TRUSTED
 from autotp.record import Op
 from autotp.trees import Ref, flatten

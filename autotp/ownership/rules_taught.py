@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotp.errors import RuleError
+from autotp.ownership.claims import Trial, slot
 from autotp.ownership.declaration import Declaration, covers, parse, spelled
 from autotp.ownership.engine import Ownership
 from autotp.ownership.nodes import core, varies
 from autotp.ownership.rules_dims import SHARED, Operand, argument, by_dims
 from autotp.ownership.state import Count
-from autotp.ownership.trials import Trial, mistake, slot
+from autotp.ownership.trials import mistake
 from autotp.record import Op
 from autotp.trees import Ref, flatten
 

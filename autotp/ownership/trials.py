@@ -8,7 +8,6 @@ indices; forward, and backward where there is one. All draws are seeded, so that
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,116 +16,14 @@ from torch import Tensor
 
 from autotp import torch_hooks
 from autotp.functions import FunctionOp
+from autotp.ownership.claims import Indivisible, Trial
+from autotp.ownership.draws import DRAWS, OTHERS, divisions, drawn_all, incoming, is_number
 from autotp.ownership.watched import Impure, watched
-from autotp.record import Trace, Traced
-from autotp.trees import flatten, rebuild
 
-Places = tuple[int | None, ...]
 SIZES = (1, 2, 3, 5, 8, 19, 40)
 MIN_SIZES = 4
 MAX_NUMEL = 1 << 18
 MAX_FULL = 1 << 22
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A tensor argument: where it is among the leaves, and what it is like; ``content`` of integers where known."""
-
-    at: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    content: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Trial:
-    """An operation with its arguments, and what is claimed of one dim of it.
-
-    ``dims[k]``: the dim of operand k that it is, or None; ``results[j]`` likewise. ``summed``: the result is a sum over
-    it. ``counts``: leaves that count its indices. ``thorough``: it must be seen to hold for several sizes. ``full``:
-    how many indices it has in the model. ``asked``: the user wants it tried, whatever it runs.
-    """
-
-    func: Any
-    leaves: tuple[Any, ...]
-    spec: Any
-    slots: tuple[Slot, ...]
-    dims: Places
-    results: Places
-    summed: bool = False
-    counts: tuple[int, ...] = ()
-    thorough: bool = False
-    full: int = 0
-    asked: bool = False
-
-    @property
-    def size(self) -> int:
-        """How many indices the dim has as recorded."""
-        return next(s.shape[d] for s, d in zip(self.slots, self.dims, strict=True) if d is not None)
-
-    @property
-    def key(self) -> Any:
-        """What tells this trial from others."""
-        tensors = tuple((s.shape, s.dtype) for s in self.slots)
-        others = tuple(repr(x) for i, x in enumerate(self.leaves) if i not in {s.at for s in self.slots})
-        claim = self.dims, self.results, self.summed, self.counts, self.thorough, self.full, self.asked
-        return self.func, tensors, others, repr(self.spec), *claim
-
-    def call(self, tensors: Sequence[Tensor], size: int) -> list[Any]:
-        """The results on these tensors, whose dim has ``size`` indices."""
-        leaves = list(self.leaves)
-        for slot, t in zip(self.slots, tensors, strict=True):
-            leaves[slot.at] = t
-        for i in self.counts:
-            whole, rest = divmod(leaves[i] * size, self.size)
-            if rest:
-                raise Indivisible
-            leaves[i] = whole
-        args, kwargs = rebuild(leaves, self.spec)
-        return flatten(self.func(*args, **kwargs))[0]
-
-
-def slot(trace: Trace, at: int, tid: int) -> Slot:
-    """A tensor argument of a recorded operation, with the content of integers where it is known."""
-    info, there = trace.tensors[tid], trace.objects[tid]
-    known = not info.dtype.is_floating_point and not isinstance(there, Traced) and info.real
-    return Slot(at, info.shape, info.dtype, there if known else None)
-
-
-class Indivisible(Exception):
-    """A count that is not whole for this size."""
-
-
-Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
-
-
-def _normal(shape: tuple[int, ...], g: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=g, dtype=torch.float64)
-
-
-def _spike(shape: tuple[int, ...], g: torch.Generator) -> Tensor:
-    x = _normal(shape, g) * 0.1
-    if x.numel():
-        x.view(-1)[int(torch.randint(x.numel(), (), generator=g))] = 1e4
-    return x
-
-
-DRAWS: tuple[Draw, ...] = (
-    _normal,
-    lambda s, g: torch.rand(s, generator=g, dtype=torch.float64) * 0.9 + 0.05,
-    lambda s, g: _normal(s, g) * 30,
-    lambda s, g: torch.randint(-2, 3, s, generator=g).double(),
-    lambda s, g: _normal(s, g).clamp(min=0) * 5,
-    lambda s, g: -torch.rand(s, generator=g, dtype=torch.float64) * 3,
-    _spike,
-    lambda s, g: _normal(s, g) * 1e-6,
-    lambda s, g: torch.zeros(s, dtype=torch.float64),
-)
-
-HUGE = 1e8  # of gradients, which a loss may be scaled by
-SPIKE = DRAWS.index(_spike)
-OTHER = (0, 2, 3)  # the draws for other sizes than the model's
-
 
 _KNOWN: dict[Any, str] = {}
 
@@ -148,7 +45,7 @@ def sizes_of(trial: Trial) -> list[tuple[int, ...]] | None:
     """The shapes of the results, if all are tensors and the operation runs at all."""
     with torch_hooks.no_modes(), torch_hooks.kept_rng(), torch.no_grad():
         for k, wide in itertools.product(range(3), (True, False)):
-            tensors = _drawn_all(trial, None, k, wide)
+            tensors = drawn_all(trial, None, k, wide)
             try:
                 results = trial.call(tensors, 0)
             except Exception:
@@ -172,9 +69,10 @@ class _Trials:
                 return f"it cannot be run on small tensors{self.error}"
         except Impure as e:
             return str(e)
-        sizes = [t.size, *(n for n in (*SIZES, 2 * t.size + 1) if n != t.size)]
+        sizes = [n for n in (*SIZES, 2 * t.size + 1) if n != t.size]
         whys = itertools.chain(
-            (self._why(size, k, wide) for n, size in enumerate(sizes) for k in (range(len(DRAWS)) if not n else OTHER)),
+            (self._why(t.size, k, wide) for k in range(len(DRAWS))),
+            (self._why(size, k, wide) for size in sizes for k in OTHERS),
             (self._why(t.size, k, False) for k in (0, 2) if wide),
             (self._why(t.size, 0, wide, only=i) for i in range(len(t.slots)) if len(t.slots) > 1),
             (self._why(t.full, 0, wide) for _ in range(t.full > t.size)),
@@ -190,7 +88,7 @@ class _Trials:
     def _runs(self, wide: bool) -> bool:
         """Whether it runs at all; twice, to see that it has no state, and does not write into what it gets."""
         for k in range(3):
-            tensors = _drawn_all(self.trial, self.trial.size, k, wide)
+            tensors = drawn_all(self.trial, self.trial.size, k, wide)
             before = [t.clone() for t in tensors]
             try:
                 self.trial.call(tensors, self.trial.size)
@@ -215,13 +113,13 @@ class _Trials:
     def _compare(self, size: int, k: int, wide: bool, only: int | None) -> str:
         """What is wrong on draw ``k``, with gradients for all operands or the ``only`` one."""
         t = self.trial
-        tensors = _drawn_all(t, size, k, wide)
+        tensors = drawn_all(t, size, k, wide)
         if sum(x.numel() for x in tensors) > (MAX_FULL if size == t.full else MAX_NUMEL):
             return ""
         for i, x in enumerate(tensors):
-            x.requires_grad_(_is_number(x) and only in (None, i))
+            x.requires_grad_(is_number(x) and only in (None, i))
         try:
-            gradients = _gradients(t.call(tensors, size), k)[: None if size == t.size else 1 + (k == 0)]
+            gradients = incoming(t.call(tensors, size), k)[: None if size == t.size else 1 + (k == 0)]
         except Exception:
             return ""  # it does not take such values or sizes: they tell nothing
         for weights in gradients:
@@ -231,12 +129,12 @@ class _Trials:
         return ""
 
     def _divided(self, run: _Run, wide: bool, g: torch.Generator) -> str:
-        tolerance = 1e-8 if wide else max([1e-3, *(4 * torch.finfo(x.dtype).eps for x in run.tensors if _is_number(x))])
+        tolerance = 1e-8 if wide else max([1e-3, *(4 * torch.finfo(x.dtype).eps for x in run.tensors if is_number(x))])
         whole = run.whole()
         gradients = run.gradients(whole)
         if isinstance(gradients, str):
             return gradients
-        for parts in _divisions(run.size, g):
+        for parts in divisions(run.size, g):
             try:
                 pieces = [run.piece(p) for p in parts]
             except Indivisible:
@@ -318,64 +216,8 @@ class _Run:
         return torch.autograd.grad([results[j] for j in weights], inputs, given, allow_unused=True)
 
 
-def _gradients(whole: list[Any], k: int) -> list[dict[int, Tensor]]:
-    """The gradients to try: ordinary ones, those of another draw, and for one result of several alone."""
-    asked = [j for j, y in enumerate(whole) if isinstance(y, Tensor) and y.requires_grad]
-    if not asked:
-        return [{}]
-    g = torch.Generator().manual_seed(5)
-    draws = (_normal, DRAWS[(k + SPIKE) % len(DRAWS)])
-    of = [{j: draw(tuple(whole[j].shape), g).to(whole[j].dtype) for j in asked} for draw in draws]
-    of += [{j: w * HUGE for j, w in of[0].items()}] if not k else []
-    return of + [{j: of[0][j]} for j in asked if len(asked) > 1 and not k]
-
-
-def _is_number(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
-
-
 def _zero(g: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if g is None else g
-
-
-def _drawn_all(t: Trial, size: int | None, k: int, wide: bool) -> list[Tensor]:
-    """Draw ``k`` of all operands, with the dim in question of this size (None: as recorded)."""
-    g = torch.Generator().manual_seed(1000 * (size or 0) + k)
-    shapes = [
-        tuple(size if i == d and size is not None else n for i, n in enumerate(s.shape))
-        for s, d in zip(t.slots, t.dims, strict=True)
-    ]
-    low = min((n for shape in shapes for n in shape if n > 1), default=1)
-    return [_drawn(s, shape, k, g, wide, low) for s, shape in zip(t.slots, shapes, strict=True)]
-
-
-def _drawn(s: Slot, shape: tuple[int, ...], k: int, g: torch.Generator, wide: bool, low: int) -> Tensor:
-    if s.dtype.is_floating_point:
-        x = DRAWS[k](shape, g)
-        return x if wide else x.to(s.dtype)
-    if s.dtype.is_complex:
-        x = torch.complex(DRAWS[k](shape, g), DRAWS[k](shape, g))
-        return x if wide else x.to(s.dtype)
-    if s.dtype == torch.bool:
-        return torch.rand(shape, generator=g) < 0.5
-    if s.content is not None and shape == s.shape and k % 2:
-        return s.content.clone()
-    return torch.randint(0, low, shape, generator=g).to(s.dtype)
-
-
-def _divisions(size: int, g: torch.Generator) -> Iterator[list[Tensor]]:
-    """Ways to deal indices out: halves, and shares at random, kept in order as ranks keep theirs."""
-    if size < 2:
-        return
-    indices = torch.arange(size)
-    yield [indices[: size // 2], indices[size // 2 :]]
-    if size > 2:
-        few = max(1, size // 8)
-        yield [indices[:few], indices[few:]]
-        taken = torch.zeros(size, dtype=torch.bool)
-        taken[torch.randperm(size, generator=g)[: max(1, size // 3)]] = True
-        yield [indices[taken], indices[~taken]]
-        yield [indices[i :: min(size, 4)] for i in range(min(size, 4))]
 
 
 def _part(x: Tensor, dim: int | None, indices: Tensor) -> Tensor:
@@ -390,7 +232,7 @@ def _close(a: Any, b: Any, tolerance: float) -> bool:
     a, b = a.detach(), b.detach()
     if torch.equal(a, b):
         return True
-    if not _is_number(a):
+    if not is_number(a):
         return False
     finite = b[torch.isfinite(b)]
     scale = max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
@@ -406,4 +248,4 @@ def _tells(y: Any) -> bool:
     return bool(torch.isfinite(y).any()) and bool((y != y[0]).any())
 
 
-__all__ = ["Impure", "Slot", "Trial", "mistake", "sizes_of", "slot"]
+__all__ = ["mistake", "sizes_of"]

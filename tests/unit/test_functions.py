@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 import autotp
-from autotp.ownership.engine import RULES
+from autotp.ownership.discovery import Shown, shown
+from autotp.ownership.engine import RULES, Choices, Ownership
+from autotp.trace import trace
 from tests.models.functions import Gelu, MeanBack, Rounded
 
 STEPS = [0]
@@ -249,8 +251,10 @@ def test_a_gradient_is_tried_where_the_caller_records_none() -> None:
     class Later(MeanBack):
         pass
 
+    record = trace(Between(Later.apply, 6), (torch.zeros(3, 8),), {})
+    op = next(op for op in record.ops if str(op.func) == "Later")
     with torch.inference_mode():
-        assert _row(Later.apply).style == "colwise_gather_output"
+        assert shown(Ownership(record, 2, Choices()), op) == (Shown((0,), (0,)),)
 
 
 # ---------------------------------------------------------------- what users say
