@@ -31,10 +31,10 @@ def built(name: str) -> tuple[nn.Module, Any, Any]:
     return model, inputs, copy.deepcopy(model)
 
 
-def sharded(model: nn.Module, inputs: Any, tp: int) -> nn.Module:
+def sharded(model: nn.Module, inputs: Any, tp: int, **options: Any) -> nn.Module:
     """Cut over the first ranks."""
     with SETTINGS.mode():
-        return autotp_shard(model, mesh_of(tp), inputs)
+        return autotp_shard(model, mesh_of(tp), inputs, **options)
 
 
 def call_of(name: str) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def greedily(payload: dict[str, Any]) -> dict[str, Any] | None:
     wanted = expected(model, (args, kwargs))
     widen_model(model, wanted.settings.dtype)
     inputs = structures.map_tensors((args, kwargs), lambda t: widen(t, wanted.settings.dtype))
-    model = sharded(model, inputs, payload["tp"])
+    model = sharded(model, inputs, payload["tp"], **payload.get("options", {}))
     figures = {kind: compared(model, wanted, kind) for kind in CACHES}
     figures = worst(figures, mesh_of(payload["tp"]).get_group())
     return {**figures, "promoted": wanted.settings.promote, "cut_share": cut_share(model)}

@@ -35,6 +35,15 @@ def test_greedy_search_gives_the_same_tokens(ranks: RankPool, name: str) -> None
     assert found["cut_share"] > 0.9
 
 
+@pytest.mark.parametrize("name", ["llama", pytest.param("t5", marks=pytest.mark.long)])
+def test_with_tokens_cut_the_tokens_are_the_same(ranks: RankPool, name: str) -> None:
+    """A prompt is cut along its tokens; a step has one token, and runs with whole tensors between the layers."""
+    found = answers(ranks, "greedily", name, options={"sequence_parallel": True})[0]
+    is_exact(found["dynamic"])
+    is_exact(found["static"])
+    assert found["cut_share"] > 0.9
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
 def test_caches_are_made_of_local_heads(ranks: RankPool, name: str) -> None:
     for shares in answers(ranks, "cache_share", name):
