@@ -126,13 +126,18 @@ def titan(payload: dict[str, Any]) -> dict[str, Any]:
     expected_norms = [norm for _, norm in wanted]
     matrices = {n: p for n, p in start.items() if p.ndim > 1}
     return {
-        "start": {n: (float(p.mean()), float(p.std()), len(p.unique()) / p.numel()) for n, p in matrices.items()},
+        "start": {n: (*_drawn(p), len(p.unique()) / p.numel()) for n, p in matrices.items()},
         "losses": max(abs(a - b[0]) for a, b in zip((sums[0] / 2).tolist(), wanted, strict=True)),
         "norms": max(abs(a - b) for a, b in zip(norms + again_norms, expected_norms + expected_norms[2:], strict=True)),
         "trained": _apart(_whole(model), _whole(reference)),
         "resumed": _apart(_whole(again.model), _whole(reference)),
         "held": held(model),
     }
+
+
+def _drawn(p: Tensor) -> tuple[float, float]:
+    """How far the mean is from zero, in standard errors; the standard deviation."""
+    return float(p.mean().abs() * p.numel() ** 0.5 / p.std()), float(p.std())
 
 
 def ddp(payload: dict[str, Any]) -> dict[str, Any] | None:
