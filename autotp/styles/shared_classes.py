@@ -15,20 +15,17 @@ exchanged is in float32 at least, and the sums of all ranks are the same numbers
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autotp import torch_hooks
 from autotp.errors import NotPlannedError
 from autotp.ownership.rules_shared_classes import SharedClasses, bound, of_probabilities
 from autotp.program import SharedEdit
 from autotp.styles.comm import Ranks, differentiated, enter, leave, part
-from autotp.styles.shared_norm import autocast_dtype
-from autotp.torch_dynamo import at_trace
+from autotp.styles.result_types import result_dtype, wide
 
 IGNORED = -100  # torch's default
 
@@ -55,8 +52,7 @@ def shared_classes(edit: SharedEdit, func: Any, args: Any, kwargs: Any, ranks: R
             f"{list(x.shape)}: the model took another path than when the plan was made. Pass a sample that takes this "
             "path: autotp.shard(model, mesh, sample=(args, kwargs))."
         )
-    target = given.get("target")
-    dtype = _dtype(func, what.kind, x.dtype, None if target is None else target.dtype, x.device.type, autocast_dtype(x))
+    dtype = result_dtype(func, what.kind, x, given.get("target"))
     return _KINDS[what.kind](classes, x, given, dtype).to(dtype)
 
 
@@ -307,12 +303,7 @@ def _gather(classes: Classes, x: Tensor, given: dict[str, Any], dtype: torch.dty
     return x.gather(classes.dim, place).masked_fill(~here, 0)
 
 
-# ---------------------------------------------------------------- types
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type that sums are made in."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+# ---------------------------------------------------------------- kinds of calls
 
 
 def _logsumexp(classes: Classes, x: Tensor, given: dict[str, Any], dtype: torch.dtype) -> Tensor:
@@ -338,21 +329,3 @@ _KINDS: dict[str, Callable[[Classes, Tensor, dict[str, Any], torch.dtype], Tenso
     "log_softmax": _log_softmax,
     "softmax": _softmax,
 }
-
-
-@at_trace
-def _dtype(func: Any, kind: str, x: Any, target: Any, device: str, autocast: Any) -> torch.dtype:
-    return _cached_dtype(func, kind, x, target, device, autocast)
-
-
-@functools.lru_cache(maxsize=256)
-def _cached_dtype(func: Any, kind: str, x: Any, target: Any, device: str, autocast: Any) -> torch.dtype:
-    """The dtype that ``func`` gives, under autocast (which is part of the key) too."""
-    with torch_hooks.no_modes(), torch.no_grad():
-        one = torch.ones(1, 2, dtype=x, device=device)
-        if kind == "gather":
-            return func(one, 1, torch.zeros(1, 1, dtype=torch.int64, device=device)).dtype
-        if target is None:
-            return func(one, 1).dtype
-        shape = (1, 2) if of_probabilities(target) else (1,)
-        return func(one, torch.zeros(shape, dtype=target, device=device)).dtype

@@ -6,18 +6,16 @@ collective; backward: one more, for what each rank's features say of the common 
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autotp import torch_hooks
 from autotp.ownership.rules_shared_norm import SharedNorm
 from autotp.program import Indices, SharedEdit
 from autotp.styles.comm import Ranks, enter, gather, leave
-from autotp.torch_dynamo import at_trace
+from autotp.styles.result_types import result_dtype, wide
 
 _NAMES = {
     "layer": ("input", "normalized_shape", "weight", "bias", "eps"),
@@ -33,10 +31,9 @@ def shared_norm(edit: SharedEdit, func: Any, args: Any, kwargs: Any, ranks: Rank
     kind = norm.kind
     given = {**dict(zip(_NAMES[kind], args, strict=False)), **kwargs}
     x, weight, bias, eps = given["input"], given.get("weight"), given.get("bias"), given.get("eps")
-    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    h = x.to(wide(x.dtype))
     if eps is None:
-        eps = torch.finfo(wide).eps if kind == "rms" else 1e-5
-    h = x.to(wide)
+        eps = torch.finfo(h.dtype).eps if kind == "rms" else 1e-5
     if kind == "group":
         y = _group(norm, edit.parts, h, eps, ranks)
         weight, bias = (None if p is None else p.view(-1, *[1] * (x.ndim - 2)) for p in (weight, bias))
@@ -44,8 +41,7 @@ def shared_norm(edit: SharedEdit, func: Any, args: Any, kwargs: Any, ranks: Rank
         y = _features(norm, edit.parts, h, eps, ranks)
     y = y if weight is None else y * weight
     y = y if bias is None else y + bias
-    of_weight = None if weight is None else weight.dtype
-    return y.to(_result_dtype(func, kind, x.dtype, of_weight, x.device.type, autocast_dtype(x)))
+    return y.to(result_dtype(func, kind, x, weight))
 
 
 def _features(norm: SharedNorm, parts: Indices, x: Tensor, eps: float, ranks: Ranks) -> Tensor:
@@ -86,23 +82,3 @@ def _combined(mean: Tensor, spread: Tensor, weights: Tensor, ranks: Ranks) -> tu
     means, spreads = stats[:, 0], stats[:, 1]
     total = (weights * means).sum(0)
     return total, (weights * (spreads + (means - total).pow(2))).sum(0)
-
-
-def autocast_dtype(x: Tensor) -> Any:
-    """What autocast converts to where ``x`` is; None where it is off."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-@at_trace
-def _result_dtype(func: Any, kind: str, x: Any, weight: Any, device: str, autocast: Any) -> torch.dtype:
-    return _cached_dtype(func, kind, x, weight, device, autocast)
-
-
-@functools.lru_cache(maxsize=256)
-def _cached_dtype(func: Any, kind: str, x: Any, weight: Any, device: str, autocast: Any) -> torch.dtype:
-    """The dtype that ``func`` gives, under autocast (which is part of the key) too."""
-    with torch_hooks.no_modes(), torch.no_grad():
-        one = torch.ones(1, 2, dtype=x, device=device)
-        w = None if weight is None else torch.ones(2, dtype=weight, device=device)
-        return func(one, 1 if kind == "group" else [2], w).dtype
