@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from tests.models.functions import Both, Gated, Gelu, MeanBack, Norm, Reversed, Rounded, Slope, Softmax
-from tests.models.operations import Case, linear
+from tests.models.functions import Both, Gated, Gelu, MeanBack, Norm, Reversed, Rounded, RowQuantised, Slope, Softmax
+from tests.models.operations import Case, linear, weight
 
 TWO = {"a": linear(16, 32), "b": linear(32, 16)}
 PAIR = {"a.weight": "colwise", "b.weight": "rowwise"}
@@ -79,6 +79,10 @@ FUNCTIONS = {
     "function, two results": Case(forward=_both, parts=TWO, styles=PAIR),
     "function, attention scores": Case(
         forward=_heads, parts={**TWO, "k": linear(16, 32)}, styles={**PAIR, "k.weight": "colwise"}
+    ),
+    "function, of weights by rows": Case(
+        forward=lambda m, x: m.b(m.a(x).tanh() @ RowQuantised.apply(m.w).t()), parts={**TWO, "w": weight(32, 32)},
+        styles={"w": "colwise", "b.weight": "rowwise"}, gathers=1,
     ),
     "function, declared": Case(
         forward=lambda m, x: m.b(ByValue.apply(m.a(x), m.scale)), styles=PAIR,
