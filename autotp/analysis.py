@@ -20,7 +20,7 @@ from autotp.ownership.dealing import Dealing, NotARectangle
 from autotp.ownership.engine import Choices, Ownership, rule_of
 from autotp.ownership.rules_movement import movement
 from autotp.ownership.rules_pointwise import pointwise
-from autotp.ownership.state import Owned, Weights
+from autotp.ownership.state import Disjoint, Owned, Weights
 from autotp.program import CallEdit, CannotEdit, Lowering
 from autotp.proof import Prover, Unproven
 from autotp.record import Call, Op, Trace
@@ -88,7 +88,7 @@ class Search:
             self.cut_tensors = lambda t, own=own: isinstance(own.states.get(t), Owned)
             if self._from_rules(own):
                 continue
-            if not whole_edges(self.trace, own.is_cut):
+            if not whole_edges(self.trace, own.is_apart):
                 raise Refold
             try:
                 dealing = Dealing(own)
@@ -179,7 +179,7 @@ class Search:
         asked = dict(own.new_gather)
         at_end = own.fed & self.trace.given_back  # put together where the model returns them
         for t in self.trace.outputs:
-            if isinstance(own.states.get(t), Owned) and t not in at_end:
+            if isinstance(own.states.get(t), (Owned, Disjoint)) and t not in at_end:
                 asked.setdefault(t, "nothing after it needs it cut")
         returned = {p for t in self.trace.outputs if own.is_cut(t) for p in self._weights_of(own, t)}
         kept = {p: "its values are returned by the model" for p in returned if self.choices.dims.get(p, 0) is not None}
@@ -188,17 +188,42 @@ class Search:
         new = {}
         for tid, reason in asked.items():
             target = self._hoist(own, tid)
+            target = None if target is not None and self._looked_up(own, target) else target
             if self.choices.room.get(tid) is not None:
                 self.choices = replace(self.choices, room={**self.choices.room, tid: None})
                 kept = {**kept, tid: reason}
             elif target is not None and target not in self.choices.gather:
                 new[target] = reason
+            elif own.disjoint(tid) is not None:
+                self._give_up_sum(own, tid, reason)
+                kept = {**kept, tid: reason}
         opaque = {c: r for c, r in own.new_opaque.items() if c not in self.choices.opaque}
         opaque = {other: r for c, r in opaque.items() for other in self.in_runs[self.place[c]]}
         self.notes.update(new)
         self._gather(new)
         self.choices = replace(self.choices, opaque=self.choices.opaque | set(opaque))
         return bool(new or opaque or kept)
+
+    def _looked_up(self, own: Ownership, tid: int) -> bool:
+        """Whether a tensor is weights that were looked up: to sum those would be to send them at every step."""
+        op = self.producer.get(tid) if own.disjoint(tid) is not None else None
+        call = self.trace.calls[op.call] if op is not None else None
+        here = [own.experts[i] for i in range(call.start, call.stop) if i in own.experts] if call is not None else []
+        return any(e.rows is None for e in here)
+
+    def _give_up_sum(self, own: Ownership, tid: int, why: str) -> None:
+        """A sum over experts that no call could make: what began it is not cut by expert."""
+        ops, reached = self.trace.ops, {tid}
+        weights: set[int] = set()
+        for i in reversed(range(len(ops))):
+            if reached.isdisjoint(ops[i].outs):
+                continue
+            if i in own.experts:
+                weights |= self._weights_of(own, own.experts[i].weight)
+            reached.update(t for t in ops[i].ins if own.disjoint(t) is not None)
+        why = f"the sum over the ranks that have experts cannot be made: {why}"
+        self.notes.update(dict.fromkeys(weights, why))
+        self.choices = replace(self.choices, dims={**self.choices.dims, **dict.fromkeys(weights, None)})
 
     @staticmethod
     def _weights_of(own: Ownership, tid: int) -> frozenset[int]:
@@ -233,15 +258,21 @@ class Search:
             tid = source
             best = tid if tid in self.results else best
 
-    @staticmethod
-    def _only_source(own: Ownership, op: Op) -> int | None:
+    def _only_source(self, own: Ownership, op: Op) -> int | None:
         found = rule_of(op.func)
         if op.call in own.shared:  # the cut tensor may as well be gathered before it
             return own.shared[op.call][1]
         if not (found in (movement, pointwise) or (found is None and torch_ops.is_pointwise(op.func))) or op.writes:
             return None
         ins = list(dict.fromkeys(op.ins))
-        return ins[0] if len(ins) == 1 and isinstance(own.states.get(ins[0]), Owned) else None
+        if len(ins) != 1 or (own.disjoint(ins[0]) is not None and not self._same_sum(op, ins[0])):
+            return None
+        return ins[0] if isinstance(own.states.get(ins[0]), (Owned, Disjoint)) else None
+
+    def _same_sum(self, op: Op, source: int) -> bool:
+        """Whether terms may as well be summed before an operation, which sends no more."""
+        tensors = self.trace.tensors
+        return rule_of(op.func) is movement and tensors[source].dtype == tensors[op.outs[0]].dtype
 
     def _alike(self, own: Ownership, call: int) -> list[int]:
         """This call and those at the same place of the same code on tensors cut alike: what fails once fails in all."""
@@ -393,8 +424,9 @@ def _search(
 ) -> Analysis:
     dims: dict[str, int | None] = {}
     if force is not None:
-        roles = Ownership(record, tp, Choices()).run().roles
-        dims = force({name: roles.get(tid, {}) for name, tid in record.leaves.items()})
+        free = Ownership(record, tp, Choices()).run()
+        picked = {t: {d: "picked"} for t, d in free.picked.items()}
+        dims = force({name: {**picked.get(t, {}), **free.roles.get(t, {})} for name, t in record.leaves.items()})
     forced: dict[int, int | None] = {}
     for name, d in dims.items():
         tid = record.leaves[name]

@@ -23,7 +23,7 @@ _STOCK = {
     "embedding_rowwise": ("RowwiseParallel(input_layouts=Replicate())", 0),
     "embedding_colwise": ("ColwiseParallel(output_layouts=Replicate())", 1),
 }
-_NOT_IN_TRANSFORMERS = {"packed_colwise_gather_output"}
+_NOT_IN_TRANSFORMERS = {"packed_colwise_gather_output", "expertwise"}
 
 
 def to_tp_plan(plan: Plan) -> dict[str, str]:

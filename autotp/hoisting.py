@@ -121,18 +121,21 @@ class Hoisting:
 
     def _guards(self) -> None:
         """Modules whose own code handles cut tensors, and how each was called."""
-        sets = self.a.dealing.sets
+
+        def apart(tid: int) -> bool:
+            return bool(self.a.dealing.sets(tid)) or self.a.own.disjoint(tid) is not None
+
         for c in self.trace.calls:
             refs = [
                 x.tid for x in (*c.leaves, *c.outs) if isinstance(x, Ref) and not self.trace.tensors[x.tid].parameter
             ]
-            if c.module >= 0 and any(sets(t) for t in refs):
+            if c.module >= 0 and any(apart(t) for t in refs):
                 self._program(self.trace.module_path(c)).holds_cut = True
             if c.module >= 0:
                 for site in c.inner:
                     self._program(self.trace.module_path(c)).calls.setdefault(site, [CallEdit()])
         for m in self.trace.modules:
-            if m.parent >= 0 and any(sets(t) for t in (*m.inputs.values(), *m.outputs.values())):
+            if m.parent >= 0 and any(apart(t) for t in (*m.inputs.values(), *m.outputs.values())):
                 self._program(self.trace.modules[m.parent].path).holds_cut = True
         ran = {m.path for m in self.trace.modules}
         for path, one in self.programs.items():
@@ -143,7 +146,7 @@ class Hoisting:
             if program is not None:
                 program.kinds |= {m.kinds}
                 edges = (*m.inputs.values(), *(m.outputs.values() if m.parent >= 0 else ()))
-                program.inner |= any(sets(t) for t in edges) or self._entered_outside(m, entered)
+                program.inner |= any(apart(t) for t in edges) or self._entered_outside(m, entered)
 
     def _recomputed(self) -> None:
         """Calls of a module's own code inside of a checkpoint, which runs them again outside of the module."""
@@ -251,7 +254,8 @@ class Hoisting:
     def _around(self, call: Call, tid: int, edit: OperandEdit) -> list[Place]:
         """The module runs around a call that get the tensor as an input which all their readers enter."""
         found: list[Place] = []
-        at = -1 if edit.gather or edit.slice or edit.once or not edit.enter or edit.stream is not None else call.module
+        stays = edit.gather or edit.slice or edit.once or edit.sum or edit.stream is not None
+        at = -1 if stays or not edit.enter else call.module
         while at >= 0:
             m = self.trace.modules[at]
             paths = [p for p, t in m.inputs.items() if t == tid]

@@ -27,6 +27,7 @@ STYLES = (
     "packed_rowwise",
     "embedding_rowwise",
     "embedding_colwise",
+    "expertwise",
     "sequence_parallel",
     "gathered_at_use",
     "replicated_with_grad_allreduce",

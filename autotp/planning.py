@@ -127,7 +127,7 @@ def prepare(
     forced.check(analysis)
     cut_at_rest(analysis, forced.at_rest)
     programs = Hoisting(analysis).run()
-    rows = rows_of(model, analysis)
+    rows = forced.named(rows_of(model, analysis))
     made = Plan(
         model=type(model).__name__,
         mesh=dict(axes.axes),

@@ -29,18 +29,20 @@ Cuts = tuple[tuple[int, Indices], ...]
 class OperandEdit:
     """What happens to an operand: gathered along ``gather``, entered, sliced along ``slice``, kept on one rank.
 
-    With ``stream``, only where the tokens of that stream are cut. Entered, ``unless`` the tokens of that one are.
+    With ``sum``, it is a term of a sum over the ranks, which is made first. With ``stream``, only where the tokens of
+    that stream are cut. Entered, ``unless`` the tokens of that one are.
     """
 
     gather: Cuts = ()
     enter: bool = False
     slice: Cuts = ()
     once: bool = False
+    sum: bool = False
     stream: int | None = None
     unless: int | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.gather or self.enter or self.slice or self.once)
+        return bool(self.gather or self.enter or self.slice or self.once or self.sum)
 
     @property
     def of_tokens(self) -> bool:
@@ -75,6 +77,20 @@ class SharedEdit:
     parts: Indices
 
 
+@dataclass(frozen=True)
+class ExpertsEdit:
+    """A call that a rank makes with its experts only: where its tensors are, and who has which experts.
+
+    Of the ``rows`` that are multiplied, those of the rank's experts: the ``index`` says where each expert's end.
+    Without ``rows``, the index (a tensor or a number) picks, and what other ranks have is zero.
+    """
+
+    weight: int
+    index: int
+    rows: int | None
+    parts: Indices
+
+
 @dataclass
 class CallEdit:
     """All edits of one call. ``numbers[rank]`` maps a leaf to how its number is changed."""
@@ -84,6 +100,7 @@ class CallEdit:
     numbers: dict[int, dict[int, NumberEdit]] = field(default_factory=dict)
     rows: Indices | None = None
     shared: SharedEdit | None = None
+    experts: ExpertsEdit | None = None
     random: bool = False
     stream: int | None = None  # its tensors are cut by the tokens of this stream
     local: bool = False  # an operand is a parameter of another module: its local tensor is taken here
@@ -95,6 +112,7 @@ class CallEdit:
             or any(self.numbers.values())
             or self.rows
             or self.shared
+            or self.experts
             or self.random
             or self.local
         )
@@ -129,6 +147,8 @@ class Lowering:
     def __init__(self, own: Ownership, dealing: Dealing) -> None:
         self.own, self.dealing, self.trace = own, dealing, own.trace
         self.written = {self.trace.tensors[t].storage for op in self.trace.ops for t in op.writes}
+        writes = ((self.trace.tensors[t].storage, i) for i, op in enumerate(self.trace.ops) for t in op.writes)
+        self.last_write = dict(writes)  # of every storage the last operation that writes into it
         self.used = {t for op in self.trace.ops for t in op.ins}  # torch makes views that it then does not need
         self.used |= {x.tid for c in self.trace.calls for x in c.outs if isinstance(x, Ref)}
         self.producer = {t: i for i, op in enumerate(self.trace.ops) for t in op.outs if t >= 0 and t not in op.writes}
@@ -168,6 +188,7 @@ class Lowering:
             raise CannotEdit(call.index, f"{call.name} is a custom autograd function, which no mode can edit")
         edit.rows = self._rows(call)
         edit.shared = self._shared(call)
+        edit.experts = self._experts(call)
         edit.random = self._random(call)
         if call.module < 0 and edit:
             raise CannotEdit(call.index, f"{call.name} is called outside of the model")
@@ -196,6 +217,7 @@ class Lowering:
         op, have = self.trace.ops[i], self._have(want.tid, call)
         wanted = self._wanted(want, call)
         grad = self.trace.tensors[want.tid].grad
+        summed = want.kind == "as" and self.own.disjoint(want.tid) is not None
         cut_out = any(t >= 0 and (self._partial(t, call) or self._have(t, call)) for t in op.outs)
         if want.kind == "own":
             enter = not have and cut_out and grad and not self._partial(want.tid, call)
@@ -203,11 +225,11 @@ class Lowering:
         elif want.kind == "once":
             edit = OperandEdit(gather=_cuts(have), once=True)
         elif have == wanted:
-            edit = OperandEdit(enter=not have and cut_out and grad)
+            edit = OperandEdit(enter=not have and cut_out and grad, sum=summed)
         else:
             missing = {d: s for d, s in wanted.items() if have.get(d) != s}
             extra = {d: s for d, s in have.items() if wanted.get(d) != s}
-            edit = OperandEdit(gather=_cuts(extra), enter=cut_out and grad, slice=_cuts(missing))
+            edit = OperandEdit(gather=_cuts(extra), enter=cut_out and grad, slice=_cuts(missing), sum=summed)
             if (missing or extra) and set(have) - set(extra):  # of tiles, one dim cannot be joined and another kept
                 raise CannotEdit(call.index, f"{op.func} needs an operand cut in another way")
         return self._back(want.tid, edit, call, chain) if edit else (want.tid, edit)
@@ -222,6 +244,8 @@ class Lowering:
         return self.dealing.sets(tid) if gathered is None else self.dealing.of_owners(gathered, tid)
 
     def _partial(self, tid: int, call: Call) -> bool:
+        if self.own.disjoint(tid) is not None:
+            return True
         here = self.own.made_in.get(tid) == call.index or tid in self.own.choices.later
         return here and tid in self.own.was_partial
 
@@ -348,7 +372,9 @@ class Lowering:
         made = {tensors[x.tid].storage for x in call.outs if isinstance(x, Ref)}
         ins = {t for i in range(call.start, call.stop) for t in self.trace.ops[i].ins}
         views = {tensors[t].storage for t in ins if self.own.made_in.get(t) != call.index} & made
-        edited = {tensors[call.outs[i].tid].storage for i in edit.results}
+        storage = {i: tensors[call.outs[i].tid].storage for i in edit.results}
+        sums = {i for i, r in edit.results.items() if r.leave and self.last_write.get(storage[i], -1) < call.stop}
+        edited = {s for i, s in storage.items() if i not in sums}  # a sum of what no write comes after is a value
         if ((changed & made) | (edited & views)) & self.written:
             raise CannotEdit(call.index, f"{call.name} gives a view that is written into")
 
@@ -371,6 +397,27 @@ class Lowering:
                     raise CannotEdit(call.index, f"{call.name} looks up rows inside")
                 return self.dealing.sets(self.trace.ops[i].args[0].tid)[0]
         return None
+
+    def _experts(self, call: Call) -> ExpertsEdit | None:
+        here = [i for i in range(call.start, call.stop) if i in self.own.experts]
+        if not here:
+            return None
+        leaf = {x.tid: i for i, x in enumerate(call.leaves) if isinstance(x, Ref)}
+        others = [self.trace.ops[i] for i in range(call.start, call.stop) if i not in here]
+        for op in others:
+            if len(op.ins) == 1 and op.ins[0] in leaf:
+                leaf.setdefault(op.outs[0], leaf[op.ins[0]])
+        of = self.own.experts[here[0]]
+        tensors = [t for t in (of.weight, of.index, of.rows) if t is not None]
+        picked = self.trace.ops[here[0]].args[-1]
+        numbers = [i for i, x in enumerate(call.leaves) if type(x) is int and x == picked and of.index is None]
+        casts = all(op.func.overloadpacket.__name__ in (*IDENTITY, "_local_scalar_dense") for op in others)
+        known = all(t in leaf for t in tensors) and (of.index is not None or len(numbers) == 1)
+        if len(here) > 1 or not casts or not known:
+            raise CannotEdit(call.index, f"{call.name} does more with experts than one product or look-up")
+        rows = leaf[of.rows] if of.rows is not None else None
+        index = leaf[of.index] if of.index is not None else numbers[0]
+        return ExpertsEdit(leaf[of.weight], index, rows, self.dealing.sets(of.weight)[0])
 
     def _shared(self, call: Call) -> SharedEdit | None:
         if call.index not in self.own.shared:

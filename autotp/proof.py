@@ -21,7 +21,7 @@ from autotp.numbers import Numbers, Solver, Unsolvable, edited
 from autotp.ownership.dealing import Dealing, local_shape
 from autotp.ownership.engine import rule_of
 from autotp.ownership.rules_movement import cat, movement
-from autotp.program import CallEdit, NumberEdit
+from autotp.program import CallEdit, ExpertsEdit, NumberEdit
 from autotp.record import Call, Trace, Traced
 from autotp.trace import run
 from autotp.trees import Ref, flatten, rebuild
@@ -188,7 +188,7 @@ class Prover:
         if call.index in self.dealing.own.scaled and not numbers:
             self._scale_counts(call, edit, leaves, numbers)
         with torch_hooks.no_modes():
-            tags = self._tags(call, leaves)
+            tags = self._tags(call, leaves) if edit.experts is None else None
         if tags is not None:
             self.moves.append((call, leaves, spec))
         error = "no number in its arguments makes it fit"
@@ -200,6 +200,8 @@ class Prover:
                 args, kwargs = rebuild(self._numbers(tried, leaves), spec)
                 if edit.rows is not None:
                     args, kwargs = self._any_row(args, kwargs)
+                if edit.experts is not None:
+                    args, kwargs = rebuild(self._any_expert(edit.experts, leaves), spec)
                 if edit.shared is not None:
                     result = self._done_together(call, leaves, wanted)
                 else:
@@ -276,6 +278,13 @@ class Prover:
         rest = {k: v for k, v in kwargs.items() if k not in ("input", *pad)}
         weight = args[1] if len(args) > 1 else rest.pop("weight")
         return (zeros, weight), {}
+
+    def _any_expert(self, edit: ExpertsEdit, leaves: list[Any]) -> list[Any]:
+        """Stand-in indices: at run time each rank is given those of its own experts only."""
+        index = leaves[edit.index]
+        picked = torch.zeros_like(index) if isinstance(index, Tensor) else 0
+        given = picked if edit.rows is None else index[: len(edit.parts[self.rank])]
+        return [given if i == edit.index else x for i, x in enumerate(leaves)]
 
     # ------------------------------------------------------------ numbers
     def _numbers(self, tried: dict[int, NumberEdit], leaves: list[Any]) -> list[Any]:

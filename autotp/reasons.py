@@ -72,6 +72,8 @@ class _Rows:
             return "gathered_at_use", dim
         roles = self.own.roles.get(tid, {})
         role = roles.get(dim, "out")
+        if tid in self.own.by_expert:
+            return "expertwise", dim
         if role in ("rows", "features") or "rows" in roles.values():
             return ("embedding_rowwise" if roles.get(0) == "rows" and dim == 0 else "embedding_colwise"), dim
         packed = not all(len(ranges) == 1 for ranges in Layout.from_indices(dim, per_rank).pieces)
@@ -89,7 +91,8 @@ class _Rows:
         each = str(shares[0]) if len(set(shares)) == 1 else "/".join(map(str, shares))
         width = np.unique(sizes).tolist()
         role = self.own.roles.get(tid, {}).get(dim, "out")
-        kind = {"in": "inputs", "rows": "rows", "features": "features", "batch": "batches"}.get(role, "outputs")
+        kinds = {"in": "inputs", "rows": "rows", "features": "features", "batch": "batches", "expert": "experts"}
+        kind = kinds.get(role, "outputs")
         span = f"{width[0]}" if len(width) == 1 else f"{width[0]} to {width[-1]}"
         if self.heads.size and np.isin(groups, self.heads).all():
             one = "outputs" if role == "out" else kind
@@ -106,6 +109,8 @@ class _Rows:
             text += f"; {name} keeps it cut, as was found by running it"
         for name in dict.fromkeys(n for n, of in self.classed if np.isin(groups, of).any()):
             text += f"; {name} runs on the parts of its output"
+        if tid in self.own.by_expert:
+            text += "; each rank computes the rows of its own, which are then summed"
         if role == "rows":
             text += "; each rank looks up its own rows"
         if tid in self.own.split_input:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import nn
 from autotp.analysis import Analysis
 from autotp.errors import PlanError, RuleError
 from autotp.lookup import nearest
-from autotp.plan_types import STYLES, Finding, Plan
+from autotp.plan_types import STYLES, Finding, Plan, Row
 
 _ROLE_OF = {
     "colwise": ("out", "batch", "features"),
@@ -25,6 +25,7 @@ _ROLE_OF = {
     "packed_rowwise": ("in",),
     "embedding_rowwise": ("rows", "out"),
     "embedding_colwise": ("features", "in"),
+    "expertwise": ("expert", "batch", "picked"),
 }
 _WHOLE = {"replicate", "replicated_with_grad_allreduce", "gathered_at_use", "sequence_parallel"}
 
@@ -62,6 +63,11 @@ class Forced:
 
     def findings(self) -> list[Finding]:
         return self.notes
+
+    def named(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        """Rows under the style that was asked for where it is another word for what a batch of matrices got."""
+        asked = {n for n, (style, _) in self.styles.items() if style == "expertwise"}
+        return tuple(replace(r, style="expertwise") if r.name in asked and r.is_cut else r for r in rows)
 
     def check(self, analysis: Analysis) -> None:
         """Raise if a choice could not be followed."""
@@ -152,12 +158,22 @@ def choices_of(model: nn.Module, forced: Forced, roles: Mapping[str, Mapping[int
         if style in _WHOLE:
             dims[name] = None
             continue
-        here = roles.get(name, {})
-        fits = [d for role in _ROLE_OF[style] for d, r in here.items() if r == role]
+        found = roles.get(name, {})
+        fits = [d for role in _ROLE_OF[style] for d, r in found.items() if r == role]
+        here = {d: r for d, r in found.items() if r != "picked"}
+        if style == "expertwise" and not fits and list(here.values()).count("out") > 1:
+            fits = [min(d for d, r in here.items() if r == "out")]  # one product makes the features of all experts
         if fits:
             dims[name] = fits[0]
         elif style.startswith(("rowwise", "packed_rowwise")):
             dims[name] = None  # a bias of a row-cut layer is added once
+        elif style == "expertwise":
+            known = ", ".join(f"dim {d}: {r}" for d, r in sorted(here.items())) or "no product and no look-up reads it"
+            raise RuleError(
+                f"{name}: {rule} asks for expertwise, but nothing computes with one index of a dim of it at a time "
+                f"({known}). Experts are weights of [experts, ...] that are multiplied group by group, in a batch, or "
+                "looked up by an index of their first dim"
+            )
         elif here:
             known = ", ".join(f"dim {d}: {r}" for d, r in sorted(here.items()))
             raise RuleError(f"{name}: {rule} asks for {style}, but its dims are {known}")

@@ -34,6 +34,8 @@ def collectives_of(analysis: Analysis, programs: dict[str, ModuleProgram]) -> tu
         edit = analysis.edits[c.index]
         for i, e in edit.operands.items():
             tid = c.leaves[i].tid
+            if e.sum:
+                forward.append((c.index, _one(analysis, where, "all_reduce", "forward", tid)))
             if e.gather and _first_use(trace, c, tid, used):
                 forward.append((c.index, _one(analysis, where, "all_gather", "forward", tid)))
             if e.enter and e.slice and e.stream is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from autotp import torch_hooks, torch_ops
 from autotp.errors import RuleError
 from autotp.ownership.nodes import Nodes, along, compress, core, pairs, varies
-from autotp.ownership.state import Count, Owned, State, Vec, Want, Weights
+from autotp.ownership.state import Count, Disjoint, Owned, State, Vec, Want, Weights
 from autotp.ownership.streams import Streams
 from autotp.record import Op, Trace
 
@@ -64,6 +64,19 @@ class Room:
 
     def owners(self, shape: tuple[int, ...]) -> Tensor:
         return self.nodes.expand(shape)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """An operation that a rank does for its experts only: ``index`` says whose a row is.
+
+    ``rows`` are multiplied, those of one expert after those of another, and ``index`` has the end of each expert's;
+    without ``rows``, the index picks what is looked up: a tensor, or None for a number in the code.
+    """
+
+    weight: int
+    index: int | None
+    rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +125,11 @@ class Ownership:
         self.roles: dict[int, dict[int, str]] = {}  # parameter -> dim -> out | in | batch | rows | features
         self.split_input: set[int] = set()
         self.attended: list[np.ndarray] = []  # groups that a product of two activations joined: attention heads
+        self.experts: dict[int, Experts] = {}  # operation -> which rows of it a rank computes
+        self.by_expert: set[int] = set()  # the parameters of which each rank has some experts
+        self.picked: dict[int, int] = {}  # parameters that are looked up by index -> along which dim
+        self.numbers: dict[Any, Tensor] = {}  # what tells rows apart -> their numbers, and (below) whose they are
+        self.experts_of: dict[Any, Tensor] = {}
         self.tried: list[tuple[str, np.ndarray]] = []  # operations cut as trials allow, and the groups of their results
         self.base: dict[tuple[int, int], int] = {}
         self.new_room: dict[int, Room] = {}
@@ -129,6 +147,11 @@ class Ownership:
         for tid, room in choices.room.items():
             if room is not None and tid not in self.made_by:
                 self.states[tid] = Owned(room.owners(self.shape(tid)))
+
+    @cached_property
+    def written(self) -> set[int]:
+        """Tensors that are written into."""
+        return {t for op in self.trace.ops for t in op.writes}
 
     @cached_property
     def reach(self) -> Any:
@@ -171,6 +194,15 @@ class Ownership:
         """Whether ranks hold parts of a tensor."""
         return self.owners(tid) is not None
 
+    def disjoint(self, tid: int) -> Disjoint | None:
+        """The state of a tensor of which each rank has computed other rows."""
+        s = self.states.get(tid)
+        return s if isinstance(s, Disjoint) else None
+
+    def is_apart(self, tid: int) -> bool:
+        """Whether the ranks hold parts of a tensor, or terms of it."""
+        return self.is_cut(tid) or self.disjoint(tid) is not None
+
     def open_weights(self, tid: int) -> Weights | None:
         """The weights state of a tensor whose cut is not settled yet."""
         s = self.states.get(tid)
@@ -203,7 +235,9 @@ class Ownership:
                 continue
             roots = self.nodes.find(np.arange(base, base + self.shape(tid)[dim]))
             here = roots[np.isin(roots, groups)]
-            if len(here) and (self.roles.get(tid, {}).get(dim) == "in" or len(np.unique(here)) < len(here)):
+            role = self.roles.get(tid, {}).get(dim)
+            read = role == "in" or (role == "batch" and self.choices.dims.get(tid) == dim)  # a batch by choice: experts
+            if len(here) and (read or len(np.unique(here)) < len(here)):
                 return False
         return True
 
@@ -293,7 +327,8 @@ class Ownership:
         """Ask for all of an operand; what cut it before is gathered, for the given reason."""
         self.want(tid)
         self.note(tid, reason)
-        if isinstance(self.states.get(tid), Owned):
+        state = self.states.get(tid)
+        if isinstance(state, Owned) or (isinstance(state, Disjoint) and tid not in self.written):
             self.new_gather.setdefault(tid, reason)
 
     def all_whole(self, op: Op, reason: str) -> None:
@@ -349,6 +384,10 @@ class Ownership:
                 room = self.choices.room.get(t) if t not in op.writes else None
                 self.states.setdefault(t, Owned(room.owners(self.shape(t))) if room is not None else None)
             return None
+        if any(self.disjoint(t) is not None for t in op.ins):
+            from autotp.ownership.disjoint import carry_disjoint
+
+            return carry_disjoint(self, op)
         if any(t in self.partial for t in op.ins):
             from autotp.ownership.rules_linear import carry_partial
 
@@ -390,6 +429,10 @@ class Ownership:
                 self.states[x.tid] = None
             elif x.tid in self.choices.gather and isinstance(state, Owned) and self.made_in.get(x.tid) == call.index:
                 self.gathered[x.tid] = state.owners
+                self.states[x.tid] = None
+            elif x.tid in self.choices.gather and isinstance(state, Disjoint) and self.made_in[x.tid] == call.index:
+                self.leave[x.tid] = -1
+                self.was_partial.add(x.tid)
                 self.states[x.tid] = None
             if x.tid in self.choices.tokens and self.states.get(x.tid) is None:
                 self._keep_tokens(x.tid)

@@ -1,7 +1,9 @@
 """Importing this module registers every rule."""
 
 from autotp.ownership import (  # noqa: F401
+    disjoint,
     rules_along,
+    rules_experts,
     rules_index,
     rules_linear,
     rules_movement,

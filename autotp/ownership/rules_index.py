@@ -9,6 +9,7 @@ import torch
 
 from autotp.ownership.engine import Ownership, no_rule, rule
 from autotp.ownership.nodes import compress, varies
+from autotp.ownership.rules_experts import picked
 from autotp.ownership.rules_movement import move_weights, moved
 from autotp.ownership.state import Weights
 from autotp.record import Op
@@ -60,6 +61,8 @@ def _rows(own: Ownership, op: Op, tid: int, touched: list[int], others: list[int
     for t in others:
         own.want(t)
     state = own.states.get(tid)
+    if touched == [0] and len(others) == 1 and picked(own, op, tid, others[0]):
+        return None
     shapes = [own.shape(t) for t in op.outs]
     if isinstance(state, Weights):
         untouched = Weights(tuple(v for v in state.vecs if v.dim not in touched), state.params)

@@ -16,6 +16,7 @@ from autotp.ownership.rules_movement import IDENTITY
 from autotp.ownership.rules_pointwise import follow, try_cut
 from autotp.ownership.state import Count, Owned, Weights
 from autotp.record import Op
+from autotp.trees import Ref
 
 
 @rule("mm", "matmul", "dot", "mv")
@@ -39,10 +40,17 @@ def grouped_mm(own: Ownership, op: Op) -> None:
     a, b = op.args[0].tid, op.args[1].tid
     if len(own.shape(b)) != 3:
         return no_rule(own, op)
+    batched = len(own.shape(a)) == 3
+    if not batched:
+        from autotp.ownership.rules_dims import argument
+        from autotp.ownership.rules_experts import grouped
+
+        ends = argument(op, "offs")
+        if isinstance(ends, Ref) and grouped(own, op, a, b, ends.tid):
+            return None
     for t in op.ins:
         if t not in (a, b):
             own.want(t)
-    batched = len(own.shape(a)) == 3
     return product(own, op, a, "etk" if batched else "tk", b, "ekn", "etn" if batched else "tn")
 
 
@@ -105,6 +113,10 @@ def _aligned(shape: tuple[int, ...], ndim: int, dim: int, out_dim: int) -> tuple
 
 def product(own: Ownership, op: Op, a: int, la: str, b: int, lb: str, lout: str) -> None:
     """Any product of two tensors, dims named by letters."""
+    if own.disjoint(a) is not None or own.disjoint(b) is not None:
+        from autotp.ownership import disjoint
+
+        return disjoint.product(own, op, a, la, b, lb, lout)
     wa, wb = isinstance(own.states.get(a), Weights), isinstance(own.states.get(b), Weights)
     if wa and wb:
         return _weights_product(own, op, a, la, b, lb, lout)
@@ -139,7 +151,8 @@ def _linear(own: Ownership, op: Op, x: int, lx: str, w: int, lw: str, lout: str)
     state = own.states[w]
     assert isinstance(state, Weights)
     for d, c in enumerate(lw):
-        own.role(state, d, ("batch" if c in lx else "out") if c in lout else "in" if c in lx else "expert")
+        inner = "expert" if c == "e" else "kernel"
+        own.role(state, d, ("batch" if c in lx else "out") if c in lout else "in" if c in lx else inner)
     if own.by_tokens(o) and any(own.options(state, d) for d in range(len(lw))):
         own.whole(x, f"meets weights in {op.func.overloadpacket} that are cut, and so need all tokens")
     elif o is not None:
@@ -181,7 +194,7 @@ def _row_or_batch(
         own.note(w, "is shared by everything that is cut where it is used, so its gradient is summed over the ranks")
     own.want(x, "own")
     own.want(w, "as", {d: (op.outs[0], lout.index(c)) for d, c in enumerate(lw) if c in lout and c in lx})
-    own.put(op, _relabel(o, lx, lout, own.shape(op.outs[0])))
+    own.put(op, relabel(o, lx, lout, own.shape(op.outs[0])))
     return True
 
 
@@ -191,7 +204,7 @@ def _only(o: Tensor, dim: int) -> Tensor | None:
     return c.reshape(-1) if c.numel() == c.shape[dim] else None
 
 
-def _relabel(o: Tensor, lx: str, lout: str, shape: tuple[int, ...]) -> Tensor:
+def relabel(o: Tensor, lx: str, lout: str, shape: tuple[int, ...]) -> Tensor:
     """Owners of ``x`` as owners of the result: dims not in it dropped, new ones expanded."""
     for d in reversed(range(o.ndim)):
         if lx[d] not in lout:
@@ -271,7 +284,7 @@ def _activations(own: Ownership, op: Op, a: int, la: str, b: int, lb: str, lout:
         if merged is None:
             own.whole(t, f"{op.func.overloadpacket} sums over a dim of it, where it would be cut")
         else:
-            met.append((t, _relabel(merged, labels, lout, shape)))
+            met.append((t, relabel(merged, labels, lout, shape)))
     if len(met) == 2 and not own.merge(met[0][1], met[1][1]):
         smaller = met[0] if own.first_yields(met[0][1], met[1][1]) else met[1]
         own.whole(smaller[0], "meets a tensor that is cut otherwise")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from autotp.ownership.engine import Ownership, no_rule, rule
 from autotp.ownership.nodes import compress, varies
+from autotp.ownership.rules_experts import picked
 from autotp.ownership.rules_pointwise import agreeing
 from autotp.ownership.state import Owned, Vec, Weights
 from autotp.record import Op
@@ -88,6 +89,8 @@ def movement(own: Ownership, op: Op) -> None:
     """Move the owners as the elements are moved."""
     tid = op.ins[0]
     state = own.states.get(tid)
+    if op.func.overloadpacket.__name__ == "select" and op.args[1] == 0 and picked(own, op, tid, None):
+        return
     own.want(tid, "own")
     shapes = [own.shape(t) for t in op.outs]
     if isinstance(state, Owned):

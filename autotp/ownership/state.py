@@ -36,6 +36,23 @@ class Owned:
 
 
 @dataclass(frozen=True, slots=True)
+class Disjoint:
+    """An activation in full size on every rank, of which each rank computes some rows: a sum without overlaps.
+
+    ``rows``: of every element the number of its row; one number, one rank. None: rows were added up, it can only be
+    summed. ``elsewhere``: what all ranks but that one have there, None if that is not one value. Only with zeros
+    elsewhere it is a sum.
+    """
+
+    rows: Tensor | None
+    elsewhere: float | None = 0.0
+
+    @property
+    def zero(self) -> bool:
+        return self.elsewhere == 0
+
+
+@dataclass(frozen=True, slots=True)
 class Count:
     """An integer argument that counts something along ``dim`` of an operand.
 
@@ -49,7 +66,7 @@ class Count:
     name: str | None = None
 
 
-State = Weights | Owned | None  # None: whole, every rank holds all of it
+State = Weights | Owned | Disjoint | None  # None: whole, every rank holds all of it
 
 
 @dataclass(frozen=True, slots=True)

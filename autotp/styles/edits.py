@@ -14,9 +14,10 @@ from autotp.errors import NotPlannedError
 from autotp.layouts import to_local
 from autotp.numbers import edited
 from autotp.ownership.rules_shared_norm import SharedNorm
-from autotp.program import CallEdit, Cuts, NumberEdit, OperandEdit, ResultEdit, SharedEdit
+from autotp.program import CallEdit, Cuts, ExpertsEdit, NumberEdit, OperandEdit, ResultEdit, SharedEdit
 from autotp.styles import tokens, traced_draws
 from autotp.styles.comm import Ranks, enter, gather, leave, once, part
+from autotp.styles.experts import of_experts
 from autotp.styles.random import own_draws
 from autotp.styles.shared_classes import shared_classes
 from autotp.styles.shared_norm import shared_norm
@@ -61,6 +62,8 @@ def operand(edit: OperandEdit, ranks: Ranks, model: Running, place: Place) -> Ch
     def change(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
+        if edit.sum:
+            x = leave(x.clone(), ranks)
         if of_tokens:
             return tokens.operand(edit, ranks, model.lengths, x)
         for dim, indices in edit.gather:
@@ -104,6 +107,7 @@ class BoundCall:
     rows: Sequence[int] | None
     of_rows: int
     shared: SharedEdit | None
+    experts: ExpertsEdit | None
     random: bool
     stream: int | None
     model: Running
@@ -117,6 +121,7 @@ class BoundCall:
             edit.rows[ranks.rank] if edit.rows else None,
             max((max(r) + 1 for r in edit.rows if len(r)), default=0) if edit.rows else 0,
             edit.shared,
+            edit.experts,
             edit.random,
             edit.stream,
             model,
@@ -133,7 +138,9 @@ class BoundCall:
             elif isinstance(leaves[i], int):
                 leaves[i] = edited(leaves[i], number)
         args, kwargs = rebuild(leaves, spec)
-        if self.rows is not None:
+        if self.experts is not None:
+            result = of_experts(self.experts, ranks.rank, func, leaves, spec)
+        elif self.rows is not None:
             result = look_up(self.rows, self.of_rows, func, args, kwargs)
         elif self.shared is not None:
             together = shared_norm if isinstance(self.shared.what, SharedNorm) else shared_classes

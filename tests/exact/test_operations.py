@@ -10,6 +10,7 @@ from autotp.ranks import RankPool
 from tests.models.operations import Case, check, measured
 from tests.models.operations_along import ALONG
 from tests.models.operations_at_rest import AT_REST
+from tests.models.operations_experts import EXPERTS
 from tests.models.operations_functions import FUNCTIONS
 from tests.models.operations_norm import NORM
 from tests.models.operations_scatter import SCATTER
@@ -18,7 +19,7 @@ from tests.models.operations_tried import TRIED
 
 pytestmark = pytest.mark.slow
 
-CASES: dict[str, Case] = {**SCATTER, **NORM, **AT_REST, **ALONG, **TAUGHT, **TRIED, **FUNCTIONS}
+CASES: dict[str, Case] = {**SCATTER, **NORM, **AT_REST, **ALONG, **TAUGHT, **TRIED, **FUNCTIONS, **EXPERTS}
 
 
 def run(payload: dict[str, Any]) -> dict[str, Any]:
@@ -26,7 +27,12 @@ def run(payload: dict[str, Any]) -> dict[str, Any]:
     return measured(CASES[payload["name"]], payload["tp"])
 
 
-@pytest.mark.parametrize(("name", "tp"), [(n, tp) for n, c in CASES.items() for tp in c.tp])
+def _parameters() -> list[object]:
+    pairs = [(n, c, tp) for n, c in CASES.items() for tp in c.tp]
+    return [pytest.param(n, tp, marks=[pytest.mark.long] * c.long) for n, c, tp in pairs]
+
+
+@pytest.mark.parametrize(("name", "tp"), _parameters())
 def test_operation(ranks: RankPool, name: str, tp: int) -> None:
     check(ranks.run("tests.exact.test_operations:run", {"name": name, "tp": tp})[0], CASES[name])
 

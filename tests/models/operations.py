@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ class Case:
     """A module made of parts and what it does with them.
 
     ``cut``: its parameters that must be cut; ``gathers``: how often a cut tensor may be put together in the forward;
-    ``styles``: styles that the plan must give.
+    ``styles``: styles that the plan must give. ``rules``: what is asked for. ``sums``: how many sums the forward makes.
     """
 
     forward: Callable[[Any, Tensor], Any]
@@ -28,8 +29,11 @@ class Case:
     cut: tuple[str, ...] = ("a.weight", "b.weight")
     gathers: int = 0
     styles: Mapping[str, str] = field(default_factory=dict)
+    rules: Mapping[str, str] | None = None
+    sums: int | None = None
     train: bool = True
     tp: tuple[int, ...] = (2,)
+    long: bool = False
 
 
 class Parted(nn.Module):
@@ -90,8 +94,9 @@ def measured(case: Case, tp: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Parted(case).train(case.train)
     inputs = ((torch.randn(case.x),), {})
-    made = plan(copy.deepcopy(model), tp=tp, sample=inputs)
-    figures = summary(measure(model, inputs, mesh, autotp_shard, Settings()))
+    made = plan(copy.deepcopy(model), tp=tp, sample=inputs, rules=case.rules)
+    shard = functools.partial(autotp_shard, rules=case.rules)
+    figures = summary(measure(model, inputs, mesh, shard, Settings()))
     rows = {r.name: (r.style, r.is_cut, r.reason) for r in made.parameters}
     gathers = sum(c.kind == "all_gather" and c.when == "forward" for c in made.collectives)
     return {**figures, "rows": rows, "gathers": gathers, "collectives": [(c.kind, c.when) for c in made.collectives]}
@@ -105,5 +110,7 @@ def check(found: dict[str, Any], case: Case) -> None:
     whole = [n for n in case.cut if not rows[n][1]]
     assert not whole, f"left whole: {whole}\n{shown}"
     assert found["gathers"] <= case.gathers, f"{found['gathers']} gathers\n{shown}"
+    sums = found["collectives"].count(("all_reduce", "forward"))
+    assert case.sums in (None, sums), f"{sums} sums forward, expected {case.sums}\n{shown}"
     other = {n: rows[n][0] for n, s in case.styles.items() if rows[n][0] != s}
     assert not other, f"other styles than expected: {other}\n{shown}"
