@@ -205,6 +205,9 @@ def _custom(recorder: Recorder, calls: _Calls, function: Any, apply: Any, args: 
     """A custom autograd function is one call and one operation, whatever its forward does: its gradient is its own."""
     if recorder.call is not None:
         return apply(*args, **kwargs)
+    if torch_hooks.is_wrapped((*args, *kwargs.values())):
+        recorder.wrapped.add(torch_frames.call_site())
+        return apply(*args, **kwargs)
     if torch_hooks.recomputes(function):
         return _recomputed(recorder, apply, args, kwargs)
     call = recorder.open_call(function, args, kwargs, torch_frames.call_site())

@@ -257,6 +257,27 @@ def test_a_gradient_is_tried_where_the_caller_records_none() -> None:
         assert shown(Ownership(record, 2, Choices()), op) == (Shown((0,), (0,)),)
 
 
+class Mapped(Gelu):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+@pytest.mark.parametrize("function", [Mapped.apply, lambda x: Mapped.apply(x)])
+def test_under_vmap_a_function_gets_whole_tensors(function: Any) -> None:
+    assert _row(lambda x: torch.vmap(function)(x)).style == "colwise_gather_output"
+
+
 # ---------------------------------------------------------------- what users say
 
 
