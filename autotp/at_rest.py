@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autotp.analysis import Analysis
+from autotp.call_edits import OperandEdit
 from autotp.errors import RuleError
 from autotp.ownership.dealing import Sets, deal
-from autotp.program import OperandEdit
 from autotp.record import Call, Trace
+from autotp.search import Analysis
 from autotp.trees import Ref
 
 Use = tuple[Call, int]

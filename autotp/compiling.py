@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from autotp import torch_hooks
-from autotp.analysis import Analysis
 from autotp.construction import with_buffers
 from autotp.errors import AutotpError
 from autotp.hoisting import ModuleProgram
 from autotp.mesh import MeshAxes
 from autotp.planning import Prepared, prepare
 from autotp.record import Trace
+from autotp.search import Analysis
 from autotp.trace import trace
 
 Programs = dict[str, ModuleProgram]

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from autotp.analysis import Analysis, Refold, Search
 from autotp.at_rest import keep_at_rest
 from autotp.errors import ProofError
 from autotp.held import Cut, Layouts
-from autotp.ownership.engine import FIRST_NODE, Choices, Room
+from autotp.ownership.choices import Choices, Room
+from autotp.ownership.engine import FIRST_NODE
 from autotp.record import Trace
+from autotp.search import Analysis, Refold, Search
 from autotp.trace import trace
 from autotp.trees import Ref
 

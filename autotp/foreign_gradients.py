@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from autotp.foreign import ENTERS, GRADIENTS, LATENT, SUMS, Claims
-from autotp.ownership.engine import Ownership, rule_of
+from autotp.ownership.engine import Ownership
+from autotp.ownership.registry import rule_of
 from autotp.ownership.rules_movement import movement
 from autotp.record import Call, ModuleCall, Op
 

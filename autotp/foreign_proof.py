@@ -20,18 +20,20 @@ import numpy as np
 from torch import nn
 
 from autotp import torch_ops
-from autotp.analysis import Analysis
+from autotp.call_edits import CannotEdit
 from autotp.folding import fold_findings
 from autotp.foreign import GATHERS, SPLITS, Claim, Claims, ForeignPlan, resolve
 from autotp.foreign_gradients import gradient_faults
 from autotp.foreign_layout import NOWHERE, Grouped, Stated
+from autotp.ownership.choices import Choices
 from autotp.ownership.dealing import NotARectangle
-from autotp.ownership.engine import Choices, Ownership
+from autotp.ownership.engine import Ownership
 from autotp.ownership.rules_movement import IDENTITY
 from autotp.plan_types import Finding
-from autotp.program import CannotEdit, Lowering
+from autotp.program import Lowering
 from autotp.record import Call, Trace
 from autotp.repeats import whole_edges
+from autotp.search import Analysis
 from autotp.trace import trace
 from autotp.trees import Ref
 

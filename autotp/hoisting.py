@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from autotp import torch_frames
-from autotp.analysis import Analysis
+from autotp.call_edits import CallEdit, Cuts, OperandEdit, ResultEdit
 from autotp.errors import PlanError
 from autotp.ownership.dealing import Sets
-from autotp.program import CallEdit, Cuts, OperandEdit, ResultEdit
 from autotp.record import Call, ModuleCall
+from autotp.search import Analysis
 from autotp.trees import Ref
 
 Path = tuple[Any, ...]

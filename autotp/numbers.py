@@ -10,10 +10,10 @@ from fractions import Fraction
 from typing import Any
 
 from autotp import torch_ops
+from autotp.call_edits import CallEdit, NumberEdit
 from autotp.errors import AutotpError
 from autotp.ownership.dealing import Dealing
 from autotp.ownership.state import Count
-from autotp.program import CallEdit, NumberEdit
 from autotp.record import Call
 from autotp.trees import Ref, rebuild
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autotp import inputs, sequence, torch_hooks, trace
-from autotp.analysis import Analysis, analyse
+from autotp.analysis import analyse
 from autotp.at_rest import cut_at_rest
 from autotp.construction import with_buffers
 from autotp.errors import InputError, PlanError, StrictError
@@ -24,6 +24,7 @@ from autotp.mesh import MeshAxes, as_mesh_axes
 from autotp.plan_types import Finding, Memory, Plan, Row
 from autotp.reasons import rows_of
 from autotp.rules import Forced, choices_of, resolve
+from autotp.search import Analysis
 from autotp.traffic import collectives_of
 
 

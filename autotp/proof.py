@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from autotp import torch_frames, torch_hooks
+from autotp.call_edits import CallEdit, ExpertsEdit, NumberEdit
 from autotp.numbers import Numbers, Solver, Unsolvable, edited
 from autotp.ownership.dealing import Dealing, local_shape
-from autotp.ownership.engine import rule_of
+from autotp.ownership.registry import rule_of
 from autotp.ownership.rules_movement import cat, movement
-from autotp.program import CallEdit, ExpertsEdit, NumberEdit
 from autotp.record import Call, Trace, Traced
 from autotp.trace import run
 from autotp.trees import Ref, flatten, rebuild

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 from torch import nn
 
-from autotp.analysis import Analysis
 from autotp.layouts import Layout
 from autotp.ownership.dealing import local_shape
 from autotp.ownership.rules_shared_norm import SharedNorm
 from autotp.plan_types import Row
+from autotp.search import Analysis
 from autotp.trees import Ref
 
 

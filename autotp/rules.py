@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from autotp.analysis import Analysis
 from autotp.errors import PlanError, RuleError
 from autotp.lookup import nearest
 from autotp.plan_types import STYLES, Finding, Plan, Row
+from autotp.search import Analysis
 
 _ROLE_OF = {
     "colwise": ("out", "batch", "features"),

@@ -15,15 +15,18 @@ from typing import Any
 from torch import nn
 
 from autotp import torch_hooks, torch_ops
-from autotp.analysis import Analysis, Force, Search, analyse
+from autotp.analysis import Force, analyse
+from autotp.call_edits import CallEdit, OperandEdit, ResultEdit
 from autotp.ownership import rules_linear, rules_norm
+from autotp.ownership.choices import Choices
 from autotp.ownership.dealing import Dealing, Tokens
-from autotp.ownership.engine import Choices, Ownership, find_rule, rule_of
+from autotp.ownership.engine import Ownership
+from autotp.ownership.registry import find_rule, rule_of
 from autotp.ownership.rules_movement import movement
 from autotp.ownership.rules_pointwise import pointwise
 from autotp.ownership.state import Owned, Weights
-from autotp.program import CallEdit, OperandEdit, ResultEdit
 from autotp.record import Call, Op, Trace
+from autotp.search import Analysis, Search
 from autotp.trace import trace
 from autotp.trees import Ref
 

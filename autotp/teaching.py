@@ -12,7 +12,7 @@ from autotp.errors import RuleError
 from autotp.functions import is_function
 from autotp.ownership.declaration import Declaration, parse
 from autotp.ownership.discovery import by_trial
-from autotp.ownership.engine import RULES, kept_whole
+from autotp.ownership.registry import RULES, kept_whole
 from autotp.ownership.rules_taught import OpView, Teaching, taught
 
 _GUIDE = "See docs/teaching-operations.md."

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from autotp.analysis import Analysis
+from autotp.call_edits import ResultEdit, SharedEdit
 from autotp.hoisting import ModuleProgram
 from autotp.ownership.rules_shared_classes import SharedClasses
 from autotp.plan_types import Collective
-from autotp.program import ResultEdit, SharedEdit
 from autotp.record import Call, Trace
+from autotp.search import Analysis
 from autotp.trees import Ref
 
 Placed = list[tuple[int, Collective]]  # each with the call that it belongs to

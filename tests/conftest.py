@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from autotp.ranks import RankPool
+
+# How long an example takes says nothing here: other processes compute beside it.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 POOL_SIZE = 4
 TASK_SECONDS = 150.0

@@ -24,7 +24,8 @@ from autotp import torch_ops
 from autotp.functions import FunctionOp
 from autotp.ownership.apart import asked
 from autotp.ownership.claims import Slot, Trial, slot
-from autotp.ownership.engine import Ownership, no_rule, rule_of
+from autotp.ownership.engine import Ownership
+from autotp.ownership.registry import no_rule, rule_of
 from autotp.ownership.rules_dims import Operand, by_dims
 from autotp.ownership.trials import mistake, sizes_of
 from autotp.ownership.watched import TRUSTED

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from autotp import torch_hooks, torch_ops
-from autotp.ownership.engine import Ownership, find_rule
+from autotp.ownership.engine import Ownership
 from autotp.ownership.nodes import compress, varies
+from autotp.ownership.registry import find_rule
 from autotp.ownership.state import Disjoint, Owned
 from autotp.record import Op
 from autotp.trees import Ref, flatten, rebuild

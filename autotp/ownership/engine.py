@@ -7,8 +7,6 @@ by default: the worst outcome is that something is gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -16,87 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotp import torch_hooks, torch_ops
+from autotp import torch_hooks
 from autotp.errors import RuleError
+from autotp.ownership.choices import Choices, Experts, Room
 from autotp.ownership.nodes import Nodes, along, compress, core, pairs, varies
+from autotp.ownership.registry import CALL_RULES, RULES, find_rule, kept_whole, no_rule
 from autotp.ownership.state import Count, Disjoint, Owned, State, Vec, Want, Weights
 from autotp.ownership.streams import Streams
 from autotp.record import Op, Trace
 
-Rule = Callable[["Ownership", Op], None]
-RULES: dict[Any, Rule] = {}
 FIRST_NODE = 1  # where a layout is given: of those that stand for what each rank has of things computed before
-
-
-def rule(*packets: str) -> Callable[[Rule], Rule]:
-    """Register a rule for operations by name (aten's, or ``namespace::name``)."""
-
-    def register(f: Rule) -> Rule:
-        for name in packets:
-            RULES[name if "::" in name else f"aten::{name}"] = f
-        return f
-
-    return register
-
-
-CallRule = Callable[["Ownership", Any], bool]
-CALL_RULES: dict[Any, CallRule] = {}
-
-
-def call_rule(*functions: Any) -> Callable[[CallRule], CallRule]:
-    """Register a rule for whole calls of torch functions; where it says False, the operations inside are gone through.
-
-    Only for calls that a rank replaces as a whole.
-    """
-
-    def register(f: CallRule) -> CallRule:
-        CALL_RULES.update(dict.fromkeys(functions, f))
-        return f
-
-    return register
-
-
-@dataclass(frozen=True)
-class Room:
-    """Owners of a tensor that is made to be written into; of size 1 along dims where they do not vary."""
-
-    nodes: Tensor
-
-    def owners(self, shape: tuple[int, ...]) -> Tensor:
-        return self.nodes.expand(shape)
-
-
-@dataclass(frozen=True)
-class Experts:
-    """An operation that a rank does for its experts only: ``index`` says whose a row is.
-
-    ``rows`` are multiplied, those of one expert after those of another, and ``index`` has the end of each expert's;
-    without ``rows``, the index picks what is looked up: a tensor, or None for a number in the code.
-    """
-
-    weight: int
-    index: int | None
-    rows: int | None = None
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What is decided before a pass.
-
-    ``dims`` forces a parameter's cut (None: leave whole), ``gather`` lists tensors made whole right where they are
-    computed, ``opaque`` calls that only ever see whole tensors, ``tokens`` whole tensors of which each rank then takes
-    some tokens only, with their token dim, ``later`` sums over the ranks that are made by the next call, which only
-    moves elements, ``room`` tensors made to be written into, cut as what is written (None: whole after all). ``dealt``
-    says which index of which dim of the leaves each rank has already, where the layout is not open any more.
-    """
-
-    dims: dict[int, int | None] = field(default_factory=dict)
-    gather: frozenset[int] = frozenset()
-    opaque: frozenset[int] = frozenset()
-    tokens: dict[int, int] = field(default_factory=dict)
-    later: frozenset[int] = frozenset()
-    room: dict[int, Room | None] = field(default_factory=dict)
-    dealt: dict[int, tuple[int, tuple[Sequence[int], ...]]] = field(default_factory=dict)
 
 
 class Ownership:
@@ -448,33 +375,3 @@ class Ownership:
         view[dim] = -1
         self.scattered[tid] = self.streams.open(shape[dim]).view(view).expand(shape)
         self.states[tid] = Owned(self.scattered[tid])
-
-
-def rule_of(func: Any) -> Rule | None:
-    """The rule registered for an operation, if any."""
-    return RULES.get(func.overloadpacket._qualified_op_name)
-
-
-def find_rule(op: Op) -> Rule:
-    """The rule for an operation: by name, by torch's pointwise tag, by trial, else everything whole."""
-    from autotp.ownership import rules  # noqa: F401  (fills the table)
-    from autotp.ownership.discovery import by_trial, may_be_tried
-    from autotp.ownership.rules_pointwise import pointwise
-
-    func = torch_ops.functional(op.func)
-    found = rule_of(op.func) or rule_of(func)
-    if found is not None:
-        return found
-    if torch_ops.is_pointwise(func):
-        return pointwise
-    return by_trial if may_be_tried(op.func) else no_rule
-
-
-def no_rule(own: Ownership, op: Op, why: str = "") -> None:
-    """Everything whole, with the operation as the reason."""
-    own.all_whole(op, f"op {op.func} has no rule{why}")
-
-
-def kept_whole(own: Ownership, op: Op) -> None:
-    """Everything whole, as the user said."""
-    own.all_whole(op, f"op {op.func} gets whole tensors, by a rule that was registered")

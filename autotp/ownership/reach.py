@@ -6,7 +6,8 @@ import math
 from collections.abc import Collection
 from functools import cached_property
 
-from autotp.ownership.engine import Ownership, find_rule
+from autotp.ownership.engine import Ownership
+from autotp.ownership.registry import find_rule
 from autotp.ownership.rules_movement import cat, movement
 from autotp.ownership.rules_pointwise import pointwise
 from autotp.ownership.state import Owned

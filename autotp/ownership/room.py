@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autotp.ownership.engine import Ownership, Room
+from autotp.ownership.choices import Room
+from autotp.ownership.engine import Ownership
 from autotp.ownership.nodes import core, varies
 from autotp.record import Op
 

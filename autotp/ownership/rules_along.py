@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from autotp.ownership.engine import Ownership, no_rule, rule
+from autotp.ownership.engine import Ownership
 from autotp.ownership.nodes import core
+from autotp.ownership.registry import no_rule, rule
 from autotp.ownership.rules_dims import Operand, Places, aligned, argument, by_dims
 from autotp.ownership.rules_pointwise import pointwise
 from autotp.ownership.state import Owned, Weights

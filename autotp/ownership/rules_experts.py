@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from autotp import torch_hooks
-from autotp.ownership.engine import Experts, Ownership
+from autotp.ownership.choices import Experts
+from autotp.ownership.engine import Ownership
 from autotp.ownership.state import Disjoint, Vec, Weights
 from autotp.record import Op
 from autotp.trees import Ref, flatten, rebuild
@@ -136,7 +137,7 @@ def _counted_from(own: Ownership, ends: int, n: int) -> Any:
 
 def first_name(own: Ownership, tid: int) -> Any:
     """What is equal for two tensors that were moved in the same way from the same one: ``ids.flatten()``, twice."""
-    from autotp.ownership.engine import rule_of
+    from autotp.ownership.registry import rule_of
     from autotp.ownership.rules_movement import movement
 
     op = own.made_by.get(tid)

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from autotp.ownership.engine import Ownership, no_rule, rule
+from autotp.ownership.engine import Ownership
 from autotp.ownership.nodes import compress, varies
+from autotp.ownership.registry import no_rule, rule
 from autotp.ownership.rules_experts import picked
 from autotp.ownership.rules_movement import move_weights, moved
 from autotp.ownership.state import Weights

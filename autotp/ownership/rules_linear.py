@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from autotp.ownership.engine import Ownership, no_rule, rule
+from autotp.ownership.engine import Ownership
 from autotp.ownership.nodes import core, varies
+from autotp.ownership.registry import no_rule, rule
 from autotp.ownership.rules_movement import IDENTITY
 from autotp.ownership.rules_pointwise import follow, try_cut
 from autotp.ownership.state import Count, Owned, Weights

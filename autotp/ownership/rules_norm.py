@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from autotp.ownership.engine import Ownership, rule
+from autotp.ownership.engine import Ownership
 from autotp.ownership.nodes import varies
+from autotp.ownership.registry import rule
 from autotp.ownership.rules_linear import add_bias
 from autotp.ownership.state import Count, Owned, Weights
 from autotp.record import Op

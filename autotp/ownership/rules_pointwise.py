@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from autotp import torch_ops
-from autotp.ownership.engine import Ownership, rule
+from autotp.ownership.engine import Ownership
 from autotp.ownership.nodes import varies
+from autotp.ownership.registry import rule
 from autotp.ownership.state import Owned, Vec, Weights
 from autotp.record import Op
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autotp.ownership.engine import Ownership, rule
+from autotp.ownership.engine import Ownership
+from autotp.ownership.registry import rule
 from autotp.record import Op
 
 

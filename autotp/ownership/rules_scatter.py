@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotp.ownership.engine import Ownership, rule
+from autotp.ownership.engine import Ownership
+from autotp.ownership.registry import rule
 from autotp.ownership.rules_dims import Operand, aligned, argument, by_dims
 from autotp.record import Op
 from autotp.trees import Ref

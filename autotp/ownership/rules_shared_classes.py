@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autotp import torch_frames
-from autotp.ownership.engine import Ownership, call_rule, find_rule
+from autotp.ownership.engine import Ownership
 from autotp.ownership.nodes import varies
+from autotp.ownership.registry import call_rule, find_rule
 from autotp.ownership.rules_movement import movement
 from autotp.ownership.rules_pointwise import pointwise
 from autotp.ownership.state import Owned, Weights

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from autotp.ownership.engine import Ownership, call_rule
+from autotp.ownership.engine import Ownership
 from autotp.ownership.nodes import varies
+from autotp.ownership.registry import call_rule
 from autotp.ownership.rules_dims import SHARED, Operand, cut_with
 from autotp.ownership.state import Owned
 from autotp.record import Call

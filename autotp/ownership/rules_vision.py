@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autotp.ownership.engine import Ownership, no_rule, rule
+from autotp.ownership.engine import Ownership
+from autotp.ownership.registry import no_rule, rule
 from autotp.ownership.rules_dims import Operand, argument, by_dims
 from autotp.record import Op
 

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from autotp.call_edits import Cuts, Indices
 from autotp.lost_ranks import Calls, calls_of
-from autotp.program import Cuts, Indices
 from autotp.torch_compat import reduce_scatter, traced_all_gather, traced_all_reduce, traced_reduce_scatter
 from autotp.torch_dynamo import at_trace
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from autotp import torch_frames, torch_hooks
+from autotp.call_edits import CallEdit, Cuts, ExpertsEdit, NumberEdit, OperandEdit, ResultEdit, SharedEdit
 from autotp.errors import NotPlannedError
 from autotp.layouts import to_local
 from autotp.numbers import edited
 from autotp.ownership.rules_shared_norm import SharedNorm
-from autotp.program import CallEdit, Cuts, ExpertsEdit, NumberEdit, OperandEdit, ResultEdit, SharedEdit
 from autotp.styles import tokens, traced_draws
 from autotp.styles.comm import Ranks, enter, gather, leave, once, part
 from autotp.styles.experts import of_experts

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp.program import ExpertsEdit
+from autotp.call_edits import ExpertsEdit
 from autotp.trees import rebuild
 
 

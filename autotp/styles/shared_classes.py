@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from autotp.call_edits import SharedEdit
 from autotp.errors import NotPlannedError
 from autotp.ownership.rules_shared_classes import SharedClasses, bound, of_probabilities
-from autotp.program import SharedEdit
 from autotp.styles.comm import Ranks, differentiated, enter, leave, part
 from autotp.styles.result_types import result_dtype, wide
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autotp.call_edits import Indices, SharedEdit
 from autotp.ownership.rules_shared_norm import SharedNorm
-from autotp.program import Indices, SharedEdit
 from autotp.styles.comm import Ranks, enter, gather, leave
 from autotp.styles.result_types import result_dtype, wide
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autotp.call_edits import Cuts, NumberEdit, OperandEdit, ResultEdit
 from autotp.errors import AutotpError
 from autotp.ownership.dealing import Tokens, shares
-from autotp.program import Cuts, NumberEdit, OperandEdit, ResultEdit
 from autotp.styles.comm import Ranks, differentiated, enter, gather, leave, once, padded, part
 from autotp.trees import flatten
 

@@ -11,8 +11,10 @@ import torchvision  # noqa: F401  (defines operations)
 from torch import Tensor, nn
 
 import autotp
+from autotp.ownership.choices import Choices
 from autotp.ownership.discovery import Shown, shown
-from autotp.ownership.engine import RULES, Choices, Ownership
+from autotp.ownership.engine import Ownership
+from autotp.ownership.registry import RULES
 from autotp.trace import trace
 
 _aten, _vision = torch.ops.aten, torch.ops.torchvision

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 import autotp
+from autotp.ownership.choices import Choices
 from autotp.ownership.discovery import Shown, shown
-from autotp.ownership.engine import RULES, Choices, Ownership
+from autotp.ownership.engine import Ownership
+from autotp.ownership.registry import RULES
 from autotp.trace import trace
 from tests.models.functions import Gelu, MeanBack, Rounded
 

@@ -90,7 +90,7 @@ def wanted(draw, shape):
 
 @pytest.mark.parametrize("name", MADE)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_slice_is_the_slice_of_the_whole(name, data):
     function, shapes, shape = MADE[name]
     stored = sources(*shapes)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.ownership.declaration import parse, spelled
-from autotp.ownership.engine import RULES
+from autotp.ownership.registry import RULES
 
 
 def _scaled(x: Tensor, s: Tensor, n: int) -> Tensor:

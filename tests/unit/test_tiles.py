@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autotp.analysis import Analysis, analyse
+from autotp.analysis import analyse
+from autotp.call_edits import CallEdit, CannotEdit
 from autotp.ownership.state import Want
-from autotp.program import CallEdit, CannotEdit, Lowering
+from autotp.program import Lowering
+from autotp.search import Analysis
 
 
 class Tiled(nn.Module):

@@ -82,7 +82,7 @@ def wants(draw, shape):
 @pytest.mark.parametrize("long_run", [1, 1 << 16], ids=["run by run", "mapped"])
 @pytest.mark.parametrize("key", ["up.weight", "experts", "odd"])
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_slices(tmp_path_factory, key, long_run, data):
     path = tmp_path_factory.mktemp("slices") / "model.safetensors"
     save_file(TENSORS, path)
