@@ -335,7 +335,7 @@ class Prover:
         whole_leaves = [tags[x.tid] if isinstance(x, Ref) else x for x in call.leaves]
         func = call.func
         try:
-            with torch.no_grad(), torch_hooks.no_modes():
+            with torch_hooks.no_modes(), torch.no_grad():
                 whole = func(*rebuild(whole_leaves, spec)[0], **rebuild(whole_leaves, spec)[1])
                 part_args, part_kwargs = rebuild(self._numbers(tried, local), spec)
                 part = func(*part_args, **part_kwargs)

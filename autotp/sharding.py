@@ -146,10 +146,11 @@ def apply(model: nn.Module, mesh: DeviceMesh, prepared: Prepared, *, fsdp: Fsdp 
     alone = torch_compat.root_mesh(tp_mesh).size() == axes.tp
     ranks = Ranks(tp_mesh.get_group(), tp_mesh.get_local_rank(), axes.tp, alone)
     watch()
-    _agree(prepared.plan, replace(ranks, at="autotp.shard"))
-    _share_first(model, replace(ranks, at="autotp.shard"))
-    _cut(model, prepared, tp_mesh, ranks)
-    return apply_fsdp(model, mesh, axes, fsdp) if data else model
+    with torch_hooks.outside_inference((*model.parameters(), *model.buffers())):
+        _agree(prepared.plan, replace(ranks, at="autotp.shard"))
+        _share_first(model, replace(ranks, at="autotp.shard"))
+        _cut(model, prepared, tp_mesh, ranks)
+        return apply_fsdp(model, mesh, axes, fsdp) if data else model
 
 
 def _cut(model: nn.Module, prepared: Prepared, mesh: DeviceMesh, ranks: Ranks) -> nn.Module:

@@ -9,7 +9,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
@@ -171,11 +171,17 @@ def drop_hooks(module: nn.Module) -> None:
 
 @contextmanager
 def no_modes() -> Iterator[None]:
-    """Run plain tensors without the recording modes seeing them."""
+    """Run plain tensors without the recording modes seeing them, nor inference mode, which would forbid gradients."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), outside_inference():
         yield
+
+
+def outside_inference(tensors: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
+    """Inference mode off, so that new tensors may be trained later; left on for tensors that were made in it."""
+    off = torch.is_inference_mode_enabled() and not any(t.is_inference() for t in tensors)
+    return torch.inference_mode(False) if off else nullcontext()
 
 
 @contextmanager

@@ -235,8 +235,9 @@ def _recomputed(recorder: Recorder, apply: Any, args: Any, kwargs: Any) -> Any:
 def recording(
     recorder: Recorder, intercept: Callable[..., Any] | None = None, metadata: Callable[..., Any] | None = None
 ) -> Iterator[None]:
-    """Both modes on, gradients off, attention in its plain form, torch's inference fast path off."""
+    """Both modes on, gradients and inference mode off, attention in its plain form, torch's inference fast path off."""
     with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))  # in which torch does not take composite operations apart
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch_hooks.plain_attention())
         calls = stack.enter_context(_Calls(recorder, intercept, metadata))

@@ -115,6 +115,21 @@ def changed(payload: dict[str, Any]) -> dict[str, Any] | None:
     return {**errors_of(expected, found), "names": same, "held": held(model)}
 
 
+def served(payload: dict[str, Any]) -> dict[str, Any] | None:
+    """A model that is sharded and run in inference mode; then trained outside of it."""
+    mesh = mesh_of(2)
+    if dist.get_rank() >= 2:
+        return None
+    model, args, kwargs = double(payload["name"])
+    reference = copy.deepcopy(model)
+    with torch.inference_mode():
+        expected = dict(structures.named_tensors(reference(*args, **kwargs)))
+        autotp.shard(model, mesh, sample=(args, kwargs))
+        found = dict(structures.named_tensors(model(*args, **kwargs)))
+    apart = max(float((expected[n] - t).abs().max()) for n, t in found.items() if t.is_floating_point())
+    return {"apart": apart, **errors_of(step(reference, args, kwargs), step(model, args, kwargs)), "held": held(model)}
+
+
 def errors_of(expected: Any, found: Any) -> dict[str, Any]:
     """Differences of forward and gradients, and whether the same parameters have one."""
     return {

@@ -47,6 +47,14 @@ def test_changed(ranks: RankPool, name: str, before: str, after: str) -> None:
     is_exact(run(ranks, "changed", name=name, before=before, after=after))
 
 
+@pytest.mark.parametrize("name", ["hf:llama", "stack"])
+def test_inference_mode(ranks: RankPool, name: str) -> None:
+    """What is sharded in it is right in it, and can be trained outside of it."""
+    found = run(ranks, "served", name=name)
+    assert found["apart"] <= 1e-12
+    is_exact({**found, "names": True})
+
+
 @pytest.mark.parametrize("where", ["up", "down"])
 def test_adapters_after_sharding_are_refused_inside_of_cut_regions(ranks: RankPool, where: str) -> None:
     said = run(ranks, "changed", name="mlp", after=f"adapt {where}")["refused"]
