@@ -36,7 +36,7 @@ def is_exact(found: dict[str, Any]) -> None:
         ("user:nanogpt", "whole"),
         ("user:titan_llama", "blocks"),
         pytest.param("user:einsum", "module", marks=pytest.mark.long),
-        ("plain", "whole"),
+        pytest.param("plain", "whole", marks=pytest.mark.long),
         ("plain", "blocks"),
         pytest.param("plain", "function", marks=pytest.mark.long),
         ("raw", "whole"),
@@ -51,6 +51,7 @@ def test_exact(ranks: RankPool, name: str, how: str) -> None:
     assert found["graphs"] == {"blocks": 3 if name == "plain" else 2}.get(how, 1)
 
 
+@pytest.mark.long
 def test_graphs_run_as_they_are(ranks: RankPool) -> None:
     is_exact(run(ranks, "compare", name="plain", backend="eager"))
 
@@ -79,7 +80,7 @@ def test_graphs_may_break(ranks: RankPool, name: str) -> None:
     ("name", "how"),
     [
         ("plain", "whole"),
-        ("plain", "blocks"),
+        pytest.param("plain", "blocks", marks=pytest.mark.long),
         pytest.param("user:nanogpt", "whole", marks=pytest.mark.long),
         pytest.param("hf:llama", "whole", marks=pytest.mark.long),
         pytest.param("user:titan_llama", "blocks", marks=pytest.mark.long),

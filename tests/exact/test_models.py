@@ -13,8 +13,13 @@ FORWARD, GRADIENTS, STEP = 1e-10, 1e-9, 1e-9
 
 
 def _parameters() -> list[object]:
+    # On two ranks all but two, whose kinds others show in less time
+    slow = {"tv:efficientnet_b0", "tv:resnet50"}
     pairs = [(name, tp) for tp in (2, 4) for name in registry.names()]
-    return [pytest.param(name, tp, id=f"{name}-tp{tp}", marks=[pytest.mark.long] * (tp == 4)) for name, tp in pairs]
+    return [
+        pytest.param(name, tp, id=f"{name}-tp{tp}", marks=[pytest.mark.long] * (tp == 4 or name in slow))
+        for name, tp in pairs
+    ]
 
 
 @pytest.mark.parametrize(("name", "tp"), _parameters())

@@ -13,7 +13,10 @@ LIMIT = 1e-9
 SHARE = 0.95
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+SLOW = {"tv:wide_resnet50_2", "timm:convmixer_768_32", "timm:resnext50_32x4d"}  # what they show, smaller ones show too
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in SLOW)) for n in ARCHITECTURES])
 def test_sharded_architecture_is_exact(ranks: RankPool, name: str) -> None:
     payload = {"name": name, "tp": 2, "builder": "tests.zoo.architectures:build", "settings": {"step": False}}
     figures = ranks.run("tests.harness.tasks:measure_model", payload)[0]
@@ -25,4 +28,5 @@ def test_sharded_architecture_is_exact(ranks: RankPool, name: str) -> None:
 
 
 def test_the_sample_is_large() -> None:
-    assert len(ARCHITECTURES) >= 60
+    assert len(ARCHITECTURES.keys() - SLOW) >= 60
+    assert ARCHITECTURES.keys() >= SLOW
