@@ -184,13 +184,6 @@ def outside_inference(tensors: Iterable[Tensor] = ()) -> AbstractContextManager[
     return torch.inference_mode(False) if off else nullcontext()
 
 
-@contextmanager
-def recorded_gradients() -> Iterator[None]:
-    """Autograd as usual, whatever the caller has turned off."""
-    with torch.inference_mode(False), torch.enable_grad():
-        yield
-
-
 def in_backward() -> bool:
     """Whether a backward is running (where checkpointing calls modules again)."""
     return torch._C._current_graph_task_id() != -1

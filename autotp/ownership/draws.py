@@ -41,10 +41,6 @@ SPIKE = DRAWS.index(_spike)
 OTHERS = (0, 2, 3)  # the draws for other sizes than the model's
 
 
-def is_number(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
-
-
 def drawn_all(t: Trial, size: int | None, k: int, wide: bool) -> list[Tensor]:
     """Draw ``k`` of all operands, with the dim in question of this size (None: as recorded)."""
     g = torch.Generator().manual_seed(1000 * (size or 0) + k)
@@ -97,4 +93,4 @@ def incoming(whole: list[Any], k: int) -> list[dict[int, Tensor]]:
     return of + [{j: of[0][j]} for j in asked if len(asked) > 1 and not k]
 
 
-__all__ = ["DRAWS", "OTHERS", "divisions", "drawn_all", "incoming", "is_number"]
+__all__ = ["DRAWS", "OTHERS", "divisions", "drawn_all", "incoming"]

@@ -17,8 +17,9 @@ from torch import Tensor
 from autotp import torch_hooks
 from autotp.functions import FunctionOp
 from autotp.ownership.claims import Indivisible, Trial
-from autotp.ownership.draws import DRAWS, OTHERS, divisions, drawn_all, incoming, is_number
+from autotp.ownership.draws import DRAWS, OTHERS, divisions, drawn_all, incoming
 from autotp.ownership.watched import Impure, watched
+from autotp.structures import differentiable
 
 SIZES = (1, 2, 3, 5, 8, 19, 40)
 MIN_SIZES = 4
@@ -37,7 +38,7 @@ def mistake(trial: Trial) -> str:
 
 
 def _tried(trial: Trial) -> str:
-    with torch_hooks.no_modes(), torch_hooks.kept_rng(), torch_hooks.recorded_gradients(), torch.device("cpu"):
+    with torch_hooks.no_modes(), torch_hooks.kept_rng(), torch.enable_grad(), torch.device("cpu"):
         return _Trials(trial).run()
 
 
@@ -117,7 +118,7 @@ class _Trials:
         if sum(x.numel() for x in tensors) > (MAX_FULL if size == t.full else MAX_NUMEL):
             return ""
         for i, x in enumerate(tensors):
-            x.requires_grad_(is_number(x) and only in (None, i))
+            x.requires_grad_(differentiable(x) and only in (None, i))
         try:
             gradients = incoming(t.call(tensors, size), k)[: None if size == t.size else 1 + (k == 0)]
         except Exception:
@@ -129,7 +130,9 @@ class _Trials:
         return ""
 
     def _divided(self, run: _Run, wide: bool, g: torch.Generator) -> str:
-        tolerance = 1e-8 if wide else max([1e-3, *(4 * torch.finfo(x.dtype).eps for x in run.tensors if is_number(x))])
+        tolerance = (
+            1e-8 if wide else max([1e-3, *(4 * torch.finfo(x.dtype).eps for x in run.tensors if differentiable(x))])
+        )
         whole = run.whole()
         gradients = run.gradients(whole)
         if isinstance(gradients, str):
@@ -232,7 +235,7 @@ def _close(a: Any, b: Any, tolerance: float) -> bool:
     a, b = a.detach(), b.detach()
     if torch.equal(a, b):
         return True
-    if not is_number(a):
+    if not differentiable(a):
         return False
     finite = b[torch.isfinite(b)]
     scale = max(1.0, float(finite.abs().max())) if finite.numel() else 1.0

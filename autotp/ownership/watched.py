@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotp import torch_ops
 from autotp.functions import FunctionOp
+from autotp.structures import differentiable
 
 TRUSTED = {"aten", "prims", "torchvision", "torchaudio"}
 MAX_DEPTH = 5
@@ -41,7 +42,7 @@ def watched(func: Any, call: Callable[[Sequence[Tensor]], list[Any]], tensors: l
     """
     if not isinstance(func, FunctionOp):
         return call(tensors)
-    given = [x.detach().clone().requires_grad_(x.is_floating_point() or x.is_complex()) for x in tensors]
+    given = [x.detach().clone().requires_grad_(differentiable(x)) for x in tensors]
     before = _outside(func.function)
     with _Watch(given, asked) as watch:
         results = call(given)

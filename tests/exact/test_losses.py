@@ -8,16 +8,14 @@ import pytest
 
 from autotp.ranks import RankPool
 from tests.exact.loss_tasks import BASE, GATHERED, LENGTH, LOSSES, ROWS
+from tests.harness.params import one_size_each
 
 pytestmark = pytest.mark.slow
 
 TASKS = "tests.exact.loss_tasks:"
 
 
-@pytest.mark.parametrize(
-    ("name", "tp"),  # each loss at one size in the short run
-    [pytest.param(n, tp, marks=[pytest.mark.long] * (i % 2 != tp // 4)) for i, n in enumerate(LOSSES) for tp in (2, 4)],
-)
+@pytest.mark.parametrize(("name", "tp"), one_size_each(LOSSES))
 def test_loss(ranks: RankPool, name: str, tp: int) -> None:
     case = LOSSES[name]
     found = ranks.run(TASKS + "measured", {"name": name, "tp": tp})[0]

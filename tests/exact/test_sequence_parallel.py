@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from autotp.ranks import RankPool
+from tests.harness.params import one_size_each
 from tests.models import registry
 from tests.models.sequence import ODD
 
@@ -99,14 +100,7 @@ def test_half_is_kept_between_the_layers(ranks: RankPool, name: str, blocks: str
     assert shares["handed on"] <= 0.55 or name == "hf:bert", shares  # after a norm, bert hands on what attention reads
 
 
-@pytest.mark.parametrize(
-    ("name", "tp"),  # each at one size in the short run
-    [
-        pytest.param(n, tp, marks=[pytest.mark.long] * (i % 2 != tp // 4))
-        for i, n in enumerate(sorted(ODD))
-        for tp in (2, 4)
-    ],
-)
+@pytest.mark.parametrize(("name", "tp"), one_size_each(sorted(ODD)))
 def test_whatever_is_done_to_tokens_is_right_at_every_length(ranks: RankPool, name: str, tp: int) -> None:
     """What mixes or moves tokens gets all of them; what counts them counts all of them."""
     lengths = [8, 12, 4, 2] if name == "windows" else [8, 11, 4, 2, 1]
