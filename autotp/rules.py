@@ -38,6 +38,7 @@ class Forced:
     dims: dict[str, int | None] = field(default_factory=dict)
     by_size: set[str] = field(default_factory=set)
     notes: list[Finding] = field(default_factory=list)
+    beside: set[str] = field(default_factory=set)  # what is matched beside weights, and goes with them: biases, norms
     saved: dict[str, int | None] = field(default_factory=dict)  # the dims of a plan's rows
     closed: frozenset[str] = frozenset()  # modules whose outputs are gathered in any case
     counted: frozenset[Any] = frozenset()  # calls that count what is cut, as the plan's check found
@@ -83,6 +84,26 @@ class Forced:
                     f"{name}: {rule} asks for {style}, which cannot be proved: {why}. "
                     "Take the rule out, or use another style."
                 )
+        self._check_beside(analysis)
+
+    def _check_beside(self, analysis: Analysis) -> None:
+        """Say which parameters a rule matched without cutting them, as they only go with the weights it is for.
+
+        That is an error for a matrix, and for what a rule matches without matching a weight.
+        """
+        cut = {n for n in self.styles if analysis.own.cut.get(analysis.trace.leaves[n]) is not None}
+        followed = {rule for n, (_, rule) in self.styles.items() if n in cut or n not in self.beside}
+        left: dict[str, list[str]] = {}
+        for name in sorted(self.beside - cut):
+            style, rule = self.styles[name]
+            matrix = len(analysis.trace.tensors[analysis.trace.leaves[name]].shape) > 1
+            if name not in self.dims and (matrix or rule not in followed):
+                raise RuleError(_misfit(name, style, rule, {}))
+            left.setdefault(f"{rule} ({style})", []).append(name)
+        for rule, names in left.items():
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            text = f"{rule} also matches what is no weight of a layer, and is not cut by it: {shown}"
+            self.notes.append(Finding(code="TP-RULE", level="note", where="", message=text))
 
 
 def resolve(
@@ -155,27 +176,52 @@ def choices_of(model: nn.Module, forced: Forced, roles: Mapping[str, Mapping[int
     for name, (style, rule) in forced.styles.items():
         if name in forced.dims and rule == "the plan":
             continue
+        fit = _fitting(style, roles.get(name, {}))
+        known = {d: r for d, r in roles.get(name, {}).items() if r != "picked"}
         if style in _WHOLE:
             dims[name] = None
-            continue
-        found = roles.get(name, {})
-        fits = [d for role in _ROLE_OF[style] for d, r in found.items() if r == role]
-        here = {d: r for d, r in found.items() if r != "picked"}
-        if style == "expertwise" and not fits and list(here.values()).count("out") > 1:
-            fits = [min(d for d, r in here.items() if r == "out")]  # one product makes the features of all experts
-        if fits:
-            dims[name] = fits[0]
-        elif style.startswith(("rowwise", "packed_rowwise")):
-            dims[name] = None  # a bias of a row-cut layer is added once
-        elif style == "expertwise":
-            known = ", ".join(f"dim {d}: {r}" for d, r in sorted(here.items())) or "no product and no look-up reads it"
-            raise RuleError(
-                f"{name}: {rule} asks for expertwise, but nothing computes with one index of a dim of it at a time "
-                f"({known}). Experts are weights of [experts, ...] that are multiplied group by group, in a batch, or "
-                "looked up by an index of their first dim"
-            )
-        elif here:
-            known = ", ".join(f"dim {d}: {r}" for d, r in sorted(here.items()))
-            raise RuleError(f"{name}: {rule} asks for {style}, but its dims are {known}")
+        elif fit is not None:
+            dims[name] = fit
+        elif style == "expertwise" or (known and not _adds(name, style, roles)):
+            raise RuleError(_misfit(name, style, rule, known))
+        else:
+            forced.beside.add(name)
+            if _ROLE_OF[style][0] in ("in", "rows") and _adds(name, style, roles):
+                dims[name] = None  # a bias of a row-cut layer is added once
     forced.dims = dims
     return dims
+
+
+def _fitting(style: str, roles: Mapping[int, str]) -> int | None:
+    """The dim of a parameter that a style cuts; None if it has no such dim, or is to be whole."""
+    for role in _ROLE_OF.get(style, ()):
+        if role in roles.values():
+            return next(d for d, r in roles.items() if r == role)
+    outs = [d for d, r in roles.items() if r == "out"]
+    return min(outs) if style == "expertwise" and len(outs) > 1 else None  # one product for the features of all
+
+
+def _adds(name: str, style: str, roles: Mapping[str, Mapping[int, str]]) -> bool:
+    """Whether a parameter goes with another one of its module that the style fits, as a bias does."""
+    if "in" in roles.get(name, {}).values():
+        return False
+    home = name.rpartition(".")[0]
+    others = (r for n, r in roles.items() if n != name and n.rpartition(".")[0] == home)
+    return any(_fitting(style, r) is not None for r in others)
+
+
+def _misfit(name: str, style: str, rule: str, known: Mapping[int, str]) -> str:
+    text = ", ".join(f"dim {d}: {r}" for d, r in sorted(known.items()))
+    text = text or "no product with activations and no embedding reads it"
+    if style == "expertwise":
+        return (
+            f"{name}: {rule} asks for expertwise, but nothing computes with one index of a dim of it at a time "
+            f"({text}). Experts are weights of [experts, ...] that are multiplied group by group, in a batch, or "
+            "looked up by an index of their first dim"
+        )
+    if known:
+        return f"{name}: {rule} asks for {style}, but its dims are {text}"
+    return (
+        f"{name}: {rule} asks for {style}, which says nothing of it: it is no weight of a layer ({text}). "
+        "It may be replicate or gathered_at_use; a narrower rule leaves it out"
+    )
