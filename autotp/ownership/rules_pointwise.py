@@ -36,6 +36,7 @@ from autotp.record import Op
     "frexp",
     "_fused_dropout",
     "rand_like",
+    "hardswish",  # has no tag
     "randn_like",
 )
 def pointwise(own: Ownership, op: Op) -> None:
