@@ -19,6 +19,15 @@ def test_checker(words):
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}{done.stderr}"
 
 
+def test_no_merge_was_left_half_done():
+    folders = [ROOT / name for name in ("autotp", "docs", "notebooks", "plans", "tests")]
+    kinds = {".md", ".py", ".toml", ".ipynb", ".sh"}
+    texts = [*ROOT.glob("*.md"), *(p for f in folders for p in f.rglob("*") if p.suffix in kinds)]
+    marks = ("<" * 7 + " ", ">" * 7 + " ")
+    found = [str(p.relative_to(ROOT)) for p in texts if any(x.startswith(marks) for x in p.read_text().splitlines())]
+    assert len(texts) > 100 and not found
+
+
 @pytest.mark.parametrize(
     ("code", "rule"),
     [
