@@ -187,6 +187,7 @@ class Recorder:
         self.alike: dict[int, list[int]] = {}  # storage -> the tensors that share it
         self.stack: list[int] = []
         self.call: Call | None = None
+        self.trains = False  # whether the model is in training, where gradients are on (recording has them off)
         self.wrapped: set[tuple[Any, ...]] = set()  # places of calls under vmap since the last one that was recorded
         self.turns: Counter[str] = Counter()
         self.objects: list[Any] = []

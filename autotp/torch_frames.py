@@ -7,7 +7,7 @@ import os
 import sys
 import types
 from collections.abc import Collection, Iterable, Mapping
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ _MACHINERY = tuple(
     _HERE + name
     for name in ("trace.py", "proof.py", "repeats.py", "torch_hooks.py", "torch_ops.py", "promotion.py", "styles")
 )
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _TORCH_OVERRIDES = torch.overrides.__file__
 _TRACE = _HERE + "trace.py"
 
@@ -96,14 +97,13 @@ def _instruction(code: types.CodeType, last: int) -> int:
 
 
 def describe_site(site: tuple[Any, ...]) -> str:
-    """``file.py:123`` of the innermost place that is not torch's own."""
-    for code, lasti in site:
-        if not isinstance(code, types.CodeType):
-            break
-        lines = [line for start, stop, line in code.co_lines() if start <= lasti < stop and line]
-        line = lines[0] if lines else code.co_firstlineno
-        return f"{os.path.basename(code.co_filename)}:{line}"
-    return "torch"
+    """``file.py:123`` of the innermost place that is not torch's own, if there is one."""
+    places = list(takewhile(lambda place: isinstance(place[0], types.CodeType), site))
+    if not places:
+        return "torch"
+    code, lasti = next((p for p in places if not p[0].co_filename.startswith(_TORCH)), places[0])
+    lines = [line for start, stop, line in code.co_lines() if start <= lasti < stop and line]
+    return f"{os.path.basename(code.co_filename)}:{lines[0] if lines else code.co_firstlineno}"
 
 
 def in_checkpoint(site: tuple[Any, ...]) -> bool:

@@ -30,7 +30,11 @@ _METADATA_NAMES = {
     "is_complex", "is_signed", "element_size", "get_device", "is_conj", "is_neg", "is_inference",
     "requires_grad_", "__len__", "__hash__", "__repr__", "has_names", "is_same_size", "is_coalesced",
     "_is_view", "is_shared", "is_pinned", "is_tensor", "result_type", "can_cast", "is_set_to", "__dlpack_device__",
-    "register_hook", "retain_grad", "untyped_storage", "storage", "data_ptr", "__deepcopy__", "__reduce_ex__",
+    "retain_grad", "untyped_storage", "storage", "data_ptr", "__deepcopy__", "__reduce_ex__",
+}  # fmt: skip
+_GRADIENTS = {
+    torch.autograd.grad, torch.autograd.backward, Tensor.backward, Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
 }  # fmt: skip
 _KEPT_PROPERTIES = {"T", "mT", "H", "mH", "real", "imag", "data"}
 
@@ -54,6 +58,16 @@ def is_metadata(func: Any) -> bool:
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
         return owner not in _KEPT_PROPERTIES or name != "__get__"
     return name in _METADATA_NAMES
+
+
+def reads_gradients(func: Any) -> bool:
+    """Whether a torch function computes gradients, or will be given them: on a rank they may be a part, or a term."""
+    return func in _GRADIENTS
+
+
+def asks_for_gradients(func: Any) -> bool:
+    """Whether it is ``tensor.requires_grad``."""
+    return getattr(func, "__name__", "") == "__get__" and getattr(func, "__self__", None) is Tensor.requires_grad
 
 
 def is_wrapped(args: Iterable[Any]) -> bool:

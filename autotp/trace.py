@@ -168,7 +168,11 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch_hooks.asks_for_gradients(func) and self._has_gradients(args[0]):
+            return True
         if torch_hooks.is_metadata(func):
+            if func is Tensor.retain_grad:
+                return None
             out = func(*args, **kwargs)
             return self.metadata(func, args, kwargs, out) if self.metadata is not None else out
         opened = torch_hooks.opened(func)
@@ -183,7 +187,19 @@ class _Calls(TorchFunctionMode):
             if rec.call.fixed:
                 rec.call.inner.add(torch_frames.call_site())
             return func(*args, **kwargs)
+        if torch_hooks.reads_gradients(func):
+            raise AutotpError(
+                f"{func.__name__} at {torch_frames.describe_site(torch_frames.call_site())} acts on gradients inside "
+                "of the forward, where a rank may have a part of one, or a term of a sum. Do it outside of the model, "
+                "or in a torch.autograd.Function, which is tried on pieces"
+            )
         return self.noted(rec.open_call(func, args, kwargs, torch_frames.call_site()), func, args, kwargs)
+
+    def _has_gradients(self, x: Any) -> bool:
+        """What ``x.requires_grad`` says in training: recording has gradients off."""
+        rec = self.recorder
+        tid = rec.ids.get(id(x))
+        return rec.trains and rec.call is None and tid is not None and rec.trace.tensors[tid].grad
 
     def noted(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a call and add it to the record."""
@@ -339,6 +355,7 @@ def run(
 ) -> Trace:
     """Run a twin on example inputs under the recorder and return the record."""
     rec = twin.recorder
+    rec.trains = twin.model.training
     a, k = as_inputs((args, kwargs), rec, held, rank)
     rec.trace.held = held
     before, built = _bound(twin.model), dict(twin.model.named_modules())
