@@ -24,6 +24,9 @@ class Tokens(tuple[Sequence[int], ...]):
         made.stream = stream
         return made
 
+    def __getnewargs__(self) -> tuple[tuple[Sequence[int], ...], int]:  # for copies
+        return tuple(self), self.stream
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Tokens) and self.stream == other.stream and tuple(self) == tuple(other)
 

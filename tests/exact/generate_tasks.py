@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,11 +18,25 @@ from autotp.held import tensors_in
 from autotp.measuring import Settings
 from autotp.promotion import widen, widen_model
 from tests.harness.generating import CACHES, compared, differences, expected, greedy, tokens, worst
+from tests.harness.planned import planned_once
 from tests.harness.tasks import autotp_shard, mesh_of
 from tests.models.common import finish
 from tests.models.generating import GENERATING
 
 SETTINGS = Settings(backward=False)
+
+
+def on_first_ranks(task: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
+    """A task for ``payload["tp"]`` ranks, which plan once for all of them; None on others."""
+
+    @functools.wraps(task)
+    def run(payload: dict[str, Any]) -> Any:
+        if dist.get_rank() >= payload["tp"]:
+            return None
+        with planned_once(mesh_of(payload["tp"])):
+            return task(payload)
+
+    return run
 
 
 def built(name: str) -> tuple[nn.Module, Any, Any]:
@@ -44,10 +60,9 @@ def call_of(name: str) -> dict[str, Any]:
     return {**{k: v for k, v in kwargs.items() if k != "labels"}, **logits}
 
 
-def greedily(payload: dict[str, Any]) -> dict[str, Any] | None:
+@on_first_ranks
+def greedily(payload: dict[str, Any]) -> dict[str, Any]:
     """Greedy search with every kind of cache; how large the cache is that each leaves behind."""
-    if dist.get_rank() >= payload["tp"]:
-        return None
     model, args, kwargs = finish(GENERATING[payload["name"]])
     wanted = expected(model, (args, kwargs))
     widen_model(model, wanted.settings.dtype)
@@ -58,10 +73,9 @@ def greedily(payload: dict[str, Any]) -> dict[str, Any] | None:
     return {**figures, "promoted": wanted.settings.promote, "cut_share": cut_share(model)}
 
 
-def cache_share(payload: dict[str, Any]) -> list[float] | None:
+@on_first_ranks
+def cache_share(payload: dict[str, Any]) -> list[float]:
     """For each kind of cache: its elements on this rank, as a share of those of the unsharded model's."""
-    if dist.get_rank() >= payload["tp"]:
-        return None
     model, inputs, reference = built(payload["name"])
     model = sharded(model, inputs, payload["tp"])
     call = call_of(payload["name"])
@@ -74,10 +88,9 @@ def _elements(model: nn.Module, call: dict[str, Any], extra: dict[str, Any]) -> 
     return sum(t.numel() for _, t in tensors_in(out.past_key_values) if t.is_floating_point())
 
 
-def sampled(payload: dict[str, Any]) -> dict[str, Any] | None:
+@on_first_ranks
+def sampled(payload: dict[str, Any]) -> dict[str, Any]:
     """Two samples drawn with seeds that differ from rank to rank, and what the user's generator gives next."""
-    if dist.get_rank() >= payload["tp"]:
-        return None
     model, inputs, reference = built(payload["name"])
     model = sharded(model, inputs, payload["tp"])
     call, own = call_of(payload["name"]), 40 + dist.get_rank()
@@ -102,10 +115,9 @@ def _sample(model: nn.Module, call: dict[str, Any]) -> list[list[int]]:
     return tokens(model, call, SETTINGS, **options)["sequences"].tolist()
 
 
-def searched(payload: dict[str, Any]) -> dict[str, Any] | None:
+@on_first_ranks
+def searched(payload: dict[str, Any]) -> dict[str, Any]:
     """Any other options of generate, greedy or beam search, against the unsharded model."""
-    if dist.get_rank() >= payload["tp"]:
-        return None
     model, inputs, reference = built(payload["name"])
     model = sharded(model, inputs, payload["tp"])
     call, options = call_of(payload["name"]), {**greedy(10), **payload["options"]}
@@ -118,10 +130,9 @@ def searched(payload: dict[str, Any]) -> dict[str, Any] | None:
     return {"found": found, "plans": {k[2:]: len(v) for k, v in generation_of(model).planned.items()}}  # type: ignore
 
 
-def assisted(payload: dict[str, Any]) -> dict[str, Any] | None:
+@on_first_ranks
+def assisted(payload: dict[str, Any]) -> dict[str, Any]:
     """Tokens guessed by a smaller model, which is sharded or not."""
-    if dist.get_rank() >= payload["tp"]:
-        return None
     model, inputs, reference = built(payload["name"])
     model = sharded(model, inputs, payload["tp"])
     helper = _helper()
@@ -144,10 +155,9 @@ def _helper() -> nn.Module:
     return widen_model(transformers.LlamaForCausalLM(config).eval(), SETTINGS.dtype)
 
 
-def goes_on(payload: dict[str, Any]) -> list[dict[str, Any]] | None:
+@on_first_ranks
+def goes_on(payload: dict[str, Any]) -> list[dict[str, Any]]:
     """A second call of generate goes on with the cache that the first has filled; a third with one filled by hand."""
-    if dist.get_rank() >= payload["tp"]:
-        return None
     model, inputs, reference = built(payload["name"])
     model = sharded(model, inputs, payload["tp"])
     call = call_of(payload["name"])

@@ -233,7 +233,7 @@ class LossOnly(nn.Module):
 def of_transformers(payload: dict[str, Any]) -> dict[str, Any] | None:
     """Figures of such a model, and the all-gathers of its plan."""
     from autotp.measuring import Settings, measure
-    from autotp.planning import plan
+    from tests.harness.planned import planned_once
     from tests.harness.tasks import autotp_shard, mesh_of, summary
 
     mesh, tp = mesh_of(payload["tp"]), payload["tp"]
@@ -241,9 +241,9 @@ def of_transformers(payload: dict[str, Any]) -> dict[str, Any] | None:
         return None
     model, args, kwargs = built(payload["name"])
     model = LossOnly(model) if payload["loss only"] else model
-    made = plan(copy.deepcopy(model), tp=tp, sample=(args, kwargs))
-    found = summary(measure(model, (args, kwargs), mesh, autotp_shard, Settings(step=False)))
-    return {**found, "gathers": [c.bytes for c in made.collectives if c.kind == "all_gather"]}
+    with planned_once(mesh) as made:
+        found = summary(measure(model, (args, kwargs), mesh, autotp_shard, Settings(step=False)))
+    return {**found, "gathers": [c.bytes for c in made[0].plan.collectives if c.kind == "all_gather"]}
 
 
 # ---------------------------------------------------------------- what ranks run
@@ -270,9 +270,8 @@ def measured(payload: dict[str, Any]) -> dict[str, Any] | None:
     """Figures of one loss on this rank, what the plan says of it, what really runs, and the largest tensor."""
     from autotp import structures
     from autotp.measuring import Settings, measure
-    from autotp.planning import plan
-    from autotp.sharding import shard
     from tests.exact.test_collectives import counted
+    from tests.harness.planned import planned_once
     from tests.harness.tasks import autotp_shard, mesh_of, summary
 
     mesh, tp = mesh_of(payload["tp"]), payload["tp"]
@@ -282,11 +281,12 @@ def measured(payload: dict[str, Any]) -> dict[str, Any] | None:
     case = {**LOSSES, **GATHERED}[payload["name"]]
     model, inputs = Head(case), ((torch.randn(ROWS, LENGTH, WIDTH), targets(case.targets, case.classes)), {})
     options = {"sequence_parallel": True} if payload.get("tokens") else {}
-    made = plan(copy.deepcopy(model), tp=tp, sample=inputs, **options)
     found = summary(
         measure(copy.deepcopy(model), inputs, mesh, lambda *a: autotp_shard(*a, **options), Settings(step=False))
     )
-    shard(model, mesh, sample=inputs, **options)
+    with planned_once(mesh) as prepared:
+        autotp_shard(model, mesh, inputs, **options)
+    made = prepared[0].plan
     x, y = (t.requires_grad_() if t.is_floating_point() else t for t in inputs[0])
     ran = Counter[str]()
     with Largest() as largest:
@@ -303,14 +303,13 @@ def measured(payload: dict[str, Any]) -> dict[str, Any] | None:
 
 def _both(case: Loss, tp: int, dtype: torch.dtype) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
     """A model, the same sharded, and inputs."""
-    from autotp.sharding import shard
-    from tests.harness.tasks import mesh_of
+    from tests.harness.tasks import autotp_shard, mesh_of
 
     torch.manual_seed(0)
     model, x = Head(case).to(dtype), torch.randn(ROWS, LENGTH, WIDTH, dtype=dtype)
     y = targets(case.targets, case.classes)
     y = y.to(dtype) if y.is_floating_point() else y
-    return model, shard(copy.deepcopy(model), mesh_of(tp), sample=(x, y)), x, y
+    return model, autotp_shard(copy.deepcopy(model), mesh_of(tp), ((x, y), {})), x, y
 
 
 def _step(run: Any, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from typing import Any
 
@@ -15,6 +16,7 @@ from autotp import comparing, structures
 from autotp.errors import AutotpError
 from autotp.measuring import Settings, measure, run
 from autotp.promotion import widen_model
+from tests.harness.planned import planned_once
 from tests.harness.tasks import autotp_shard, mesh_of, summary
 from tests.models import registry
 from tests.models.common import tokens
@@ -25,23 +27,14 @@ Ways = dict[str, Any]
 
 def exact(payload: dict[str, Any]) -> dict[str, Any] | None:
     """Figures of a model of tests/models, and what its plan says of tokens."""
-    from autotp import sharding
-    from autotp.mesh import resolve_mesh
-    from autotp.planning import prepare
-
     mesh = mesh_of(payload["tp"])
     if dist.get_rank() >= payload["tp"]:
         return None
     model, args, kwargs = registry.build(payload["name"])
-    plans = []
-
-    def apply(model: nn.Module, mesh: Any, inputs: Any) -> nn.Module:
-        prepared = prepare(model, resolve_mesh(mesh), sample=inputs, **SP)
-        plans.append(prepared.plan)
-        return sharding.apply(model, mesh, prepared)
-
-    found = summary(measure(model, (args, kwargs), mesh, apply, Settings(step=False)))
-    plan = plans[0]
+    with planned_once(mesh) as made:
+        apply = functools.partial(autotp_shard, **SP)
+        found = summary(measure(model, (args, kwargs), mesh, apply, Settings(step=False)))
+    plan = made[0].plan
     scattered = sum(c.kind == "reduce_scatter" and c.when == "forward" for c in plan.collectives)
     norms = sum(row.style == "sequence_parallel" for row in plan.parameters)
     told = [f.message for f in plan.findings if f.code == "TP-TOKENS"]
@@ -210,9 +203,6 @@ def _kept(model: nn.Module, blocks: str, norms: list[str], args: Any, kwargs: An
 
 def odd(payload: dict[str, Any]) -> dict[str, Any] | None:
     """Something done to tokens, at the sample's length and at others: errors by length, and what was cut."""
-    from autotp import sharding
-    from autotp.mesh import resolve_mesh
-    from autotp.planning import prepare
     from tests.models.sequence import ODD, Odd
 
     mesh = mesh_of(payload["tp"])
@@ -222,9 +212,9 @@ def odd(payload: dict[str, Any]) -> dict[str, Any] | None:
     model = Odd(ODD[payload["name"]]).double()
     sharded = copy.deepcopy(model)
     sample = ((torch.randn(2, payload["lengths"][0], 16, dtype=torch.float64),), {})
-    prepared = prepare(sharded, resolve_mesh(mesh), sample=sample, **SP)
-    sharded = sharding.apply(sharded, mesh, prepared)
-    scattered = sum(c.kind == "reduce_scatter" and c.when == "forward" for c in prepared.plan.collectives)
+    with planned_once(mesh) as made:
+        autotp_shard(sharded, mesh, sample, **SP)
+    scattered = sum(c.kind == "reduce_scatter" and c.when == "forward" for c in made[0].plan.collectives)
     errors = {}
     for n in payload["lengths"]:
         x = torch.randn(3, n, 16, dtype=torch.float64)

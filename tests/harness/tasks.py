@@ -49,10 +49,12 @@ def find(path: str) -> Any:
 
 
 def autotp_shard(model: nn.Module, mesh: DeviceMesh, inputs: Inputs, **options: Any) -> nn.Module:
-    """The product."""
+    """The product, planned on one rank for all."""
     from autotp.sharding import shard
+    from tests.harness.planned import planned_once
 
-    return shard(model, mesh, sample=inputs, **options)
+    with planned_once(mesh):
+        return shard(model, mesh, sample=inputs, **options)
 
 
 def identity(model: nn.Module, mesh: DeviceMesh, inputs: Inputs, **options: Any) -> nn.Module:

@@ -338,7 +338,7 @@ def _run(model: nn.Module, x: Tensor, name: str) -> tuple[list[Tensor], Tensor]:
 def compare(payload: dict[str, Any]) -> dict[str, Any]:
     """Forward and gradients (twice, so that state shows) of a case, sharded against not; or the refusal."""
     import autotp
-    from tests.harness.tasks import mesh_of
+    from tests.harness.tasks import autotp_shard, mesh_of
 
     mesh = mesh_of(payload["tp"])
     if dist.get_rank() >= payload["tp"]:
@@ -349,7 +349,7 @@ def compare(payload: dict[str, Any]) -> dict[str, Any]:
     model = model.double().train()
     x = torch.randn(4, 16, dtype=torch.float64)
     expected = copy.deepcopy(model)
-    autotp.shard(model, mesh, sample=x)
+    autotp_shard(model, mesh, ((x,), {}))
     if name in REFUSED:
         try:
             REFUSED[name][0](model, x)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -85,7 +84,7 @@ def noisy(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 def measured(case: Case, tp: int) -> dict[str, Any]:
     """Figures of a case on this rank's side of ``tp`` ranks, and what the plan says."""
     from autotp.measuring import Settings, measure
-    from autotp.planning import plan
+    from tests.harness.planned import planned_once
     from tests.harness.tasks import autotp_shard, mesh_of, summary
 
     mesh = mesh_of(tp)
@@ -94,9 +93,10 @@ def measured(case: Case, tp: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Parted(case).train(case.train)
     inputs = ((torch.randn(case.x),), {})
-    made = plan(copy.deepcopy(model), tp=tp, sample=inputs, rules=case.rules)
-    shard = functools.partial(autotp_shard, rules=case.rules)
-    figures = summary(measure(model, inputs, mesh, shard, Settings()))
+    with planned_once(mesh) as found:
+        shard = functools.partial(autotp_shard, rules=case.rules)
+        figures = summary(measure(model, inputs, mesh, shard, Settings()))
+    made = found[0].plan
     rows = {r.name: (r.style, r.is_cut, r.reason) for r in made.parameters}
     gathers = sum(c.kind == "all_gather" and c.when == "forward" for c in made.collectives)
     return {**figures, "rows": rows, "gathers": gathers, "collectives": [(c.kind, c.when) for c in made.collectives]}
