@@ -33,9 +33,10 @@ def test_labels_of_transformers(ranks: RankPool, name: str, tp: int, loss_only: 
     """Logits that are returned beside the loss are gathered for that alone; not returned, they stay cut."""
     found = ranks.run(TASKS + "of_transformers", {"name": name, "tp": tp, "loss only": loss_only})[0]
     assert found["ok"] and found["promoted"], found
-    statistics = 3 * tp * 2 * 7 * 4
-    inner = 2 * 7 * 32 * 4  # BERT gathers once before its output layer
-    assert [n for n in found["gathers"] if n != inner] == [statistics] + [2 * 7 * 65 * 4] * (not loss_only)
+    tokens = 2 * 7 * 8  # bytes of a number for each, in float64
+    statistics = 3 * tp * tokens
+    inner = 32 * tokens  # BERT gathers once before its output layer
+    assert [n for n in found["gathers"] if n != inner] == [statistics] + [65 * tokens] * (not loss_only)
 
 
 @pytest.mark.parametrize("name", GATHERED)
