@@ -57,6 +57,19 @@ def undone(function: Callable[..., Any], *args: Any) -> Any:
     return torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(function, *args)
 
 
+def changing(holder: Any, name: str) -> int | None:
+    """An attribute that is another number from call to call (None: it is not there): followed as a tensor's size is.
+
+    Dynamo takes the numbers in modules, and in what hangs on them, for constants, and would compile again for each.
+    It reads a number when something depends on it, hence the comparison.
+    """
+    if not torch.compiler.is_compiling():
+        return getattr(holder, name, None)
+    with torch._dynamo.patch_dynamo_config(allow_unspec_int_on_nn_module=True):
+        n = getattr(holder, name, None)
+        return n if n is not None and n >= 0 else None
+
+
 def active() -> bool:
     """Whether what Python calls now is being compiled, if it can be."""
     return get_eval_frame_callback() not in (None, False)

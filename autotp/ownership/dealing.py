@@ -71,7 +71,8 @@ class Dealing:
             undealt = groups[rank_of[groups] < 0]
             rank_of[undealt] = deal(len(undealt), self.tp)
         for first, n in zip(own.streams.first, own.streams.length, strict=True):
-            rank_of[nodes.find(np.arange(first, first + n))] = deal(n, self.tp)
+            each = [m for _, m in shares(n, self.tp)]
+            rank_of[nodes.find(np.arange(first, first + n))] = np.repeat(np.arange(self.tp), each)
         return rank_of
 
     def ranks(self, o: Tensor) -> np.ndarray:
@@ -144,14 +145,15 @@ def indices(a: np.ndarray) -> Sequence[int]:
     return range(int(a[0]), int(a[-1]) + 1) if n and a[-1] - a[0] + 1 == n else tuple(a.tolist())
 
 
-def shares(n: int, tp: int) -> tuple[range, ...]:
-    """The parts of ``n`` things in a row that :func:`deal` makes; by plain numbers, which a compiler follows."""
-    share = -(-n // tp)
-    if share * (tp - 1) < n:
-        stops = [min((r + 1) * share, n) for r in range(tp)]
-    else:
-        stops = [(r + 1) * (n // tp) + min(r + 1, n % tp) for r in range(tp)]
-    return tuple(range(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True))
+def shares(n: int, tp: int) -> tuple[tuple[int, int], ...]:
+    """The tokens of each rank, of ``n`` in a row: its first and how many; as even as can be, the last rank has most.
+
+    Plain numbers without a ``range``, whose bounds a compiler makes constants. It follows these for all lengths that
+    divide, and for all that do not.
+    """
+    if n % tp == 0:
+        return tuple((r * (n // tp), n // tp) for r in range(tp))
+    return tuple((r * n // tp, (r + 1) * n // tp - r * n // tp) for r in range(tp))
 
 
 def local_shape(shape: tuple[int, ...], sets: Sets, rank: int) -> tuple[int, ...]:

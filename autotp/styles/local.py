@@ -108,7 +108,7 @@ class Running:
     def enter(self) -> None:
         """A forward begins that takes and gives whole tensors."""
         if not self.depth:
-            self.lengths.known.clear()
+            self.lengths.clear()
             self.turns += 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Running:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,23 +150,35 @@ def draws(payload: dict[str, Any]) -> dict[str, Any] | None:
     }
 
 
+def _of_length(x: Tensor, n: int) -> Tensor:
+    """A tensor (batch, length, ...) over and over up to another length."""
+    return x.repeat(1, -(-n // x.shape[1]), *[1] * (x.ndim - 2))[:, :n].contiguous()
+
+
 def shapes(payload: dict[str, Any]) -> dict[str, Any] | None:
-    """How often the sharded and the unsharded model are compiled for inputs of several lengths."""
-    mesh = mesh_of(2)
-    if dist.get_rank() >= 2:
+    """How often each rank has compiled the unsharded and the sharded model after inputs of each of the lengths."""
+    mesh = mesh_of(payload.get("tp", 2))
+    if mesh.get_coordinate() is None:
         return None
     model, args, kwargs = build(payload["name"])
     reference, counts, errors = copy.deepcopy(model), [], []
     autotp.shard(model, mesh, sample=(args, kwargs), sequence_parallel=payload.get("sp", False))
     for which in (reference, model):
-        counter = CompileCounterWithBackend("aot_eager")
-        run = compiled(which, "whole", counter, True)
-        for length in (12, 9, 7, 5, 11):
-            short = tuple(a[:, :length].contiguous() for a in args)
-            out = step(run, short, kwargs)[0]
-            errors.append(error(step(reference, short, kwargs)[0], out))
-        counts.append(counter.frame_count)
-    return {"counts": counts, "error": max(errors)}
+        counter = CompileCounterWithBackend(payload.get("backend", "aot_eager"))
+        run = compiled(which, payload.get("how", "whole"), counter, True)
+        after = []
+        for length in payload["lengths"]:
+            given = structures.map_tensors((args, kwargs), partial(_of_length, n=length))
+            found = step(run, *given)
+            after.append(counter.frame_count)
+            if which is model:
+                with torch.compiler.set_stance("force_eager"):
+                    expected = step(reference, *given)
+                errors += [error(*x) for x in zip(expected, found, strict=True)]
+        counts.append(after)
+    every: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(every, counts, group=mesh.get_group())
+    return {"counts": every, "error": max(errors)}
 
 
 def generates(payload: dict[str, Any]) -> dict[str, Any] | None:

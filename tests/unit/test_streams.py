@@ -67,15 +67,19 @@ def test_tokens_must_stay_together_and_in_order(streams, change, sound, dim):
     assert streams.dim(o) == dim
 
 
-def test_shares_are_even_where_they_can_be_and_none_is_empty():
-    assert shares(8, 4) == (range(2), range(2, 4), range(4, 6), range(6, 8))
+def test_shares_are_even_and_none_is_empty():
+    assert shares(8, 4) == ((0, 2), (2, 2), (4, 2), (6, 2))
     for n in range(4, 30):
         parts = shares(n, 4)
-        assert [i for p in parts for i in p] == list(range(n))
-        assert all(parts)
+        most = parts[-1][1]
+        assert [i for first, size in parts for i in range(first, first + size)] == list(range(n))
+        assert {size for _, size in parts} == {n // 4, most}
+        assert most - n // 4 == bool(n % 4)
+        assert all(first + most <= n for first, _ in parts), "a rank has no window of the largest size"
 
 
 def test_tokens_of_two_streams_differ():
-    assert Tokens(shares(4, 2), 1) == Tokens(shares(4, 2), 1)
-    assert Tokens(shares(4, 2), 1) != Tokens(shares(4, 2), 2)
-    assert Tokens(shares(4, 2), 1) != shares(4, 2)
+    halves = (range(2), range(2, 4))
+    assert Tokens(halves, 1) == Tokens(halves, 1)
+    assert Tokens(halves, 1) != Tokens(halves, 2)
+    assert Tokens(halves, 1) != halves
