@@ -303,13 +303,14 @@ def measured(payload: dict[str, Any]) -> dict[str, Any] | None:
 
 def _both(case: Loss, tp: int, dtype: torch.dtype) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
     """A model, the same sharded, and inputs."""
-    from tests.harness.tasks import autotp_shard, mesh_of
+    from autotp.sharding import shard
+    from tests.harness.tasks import mesh_of
 
     torch.manual_seed(0)
     model, x = Head(case).to(dtype), torch.randn(ROWS, LENGTH, WIDTH, dtype=dtype)
     y = targets(case.targets, case.classes)
     y = y.to(dtype) if y.is_floating_point() else y
-    return model, autotp_shard(copy.deepcopy(model), mesh_of(tp), ((x, y), {})), x, y
+    return model, shard(copy.deepcopy(model), mesh_of(tp), sample=(x, y)), x, y
 
 
 def _step(run: Any, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -3,7 +3,8 @@
 Planning is most of the time that a rank needs for a small model, and every rank plans the same; that they do is what
 other tests show. Here the first rank of a tensor-parallel group plans and sends what it made. Ranks have the same
 modules, so that most of it travels by name; code objects, which places in the code are told by, are sent as they are:
-a copy is equal to the original. What cannot be sent, and what fails, is planned by every rank as ever.
+a copy is equal to the original. What cannot be sent, and what fails, is planned by every rank as ever. Not for models
+that are compiled: while torch.compile traces, a copy of a code object is not found.
 """
 
 from __future__ import annotations
