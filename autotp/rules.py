@@ -178,15 +178,16 @@ def choices_of(model: nn.Module, forced: Forced, roles: Mapping[str, Mapping[int
             continue
         fit = _fitting(style, roles.get(name, {}))
         known = {d: r for d, r in roles.get(name, {}).items() if r != "picked"}
+        added = _adds(name, style, roles)
         if style in _WHOLE:
             dims[name] = None
         elif fit is not None:
             dims[name] = fit
-        elif style == "expertwise" or (known and not _adds(name, style, roles)):
+        elif style == "expertwise" or (known and not added):
             raise RuleError(_misfit(name, style, rule, known))
         else:
             forced.beside.add(name)
-            if _ROLE_OF[style][0] in ("in", "rows") and _adds(name, style, roles):
+            if _ROLE_OF[style][0] in ("in", "rows") and added:
                 dims[name] = None  # a bias of a row-cut layer is added once
     forced.dims = dims
     return dims
