@@ -17,6 +17,9 @@ from torch import nn
 _MODULE_FILE = nn.modules.module.__file__
 _HOOKED, _UNHOOKED = "inner", "_call_impl"  # the frames that call a forward: of a module with hooks, and of one without
 _BOUNDARY = {_HOOKED, _UNHOOKED, "_wrapped_call_impl"}
+_UNHOOKED_CODE = nn.Module._call_impl.__code__
+_HOOKED_CODE = {id(c) for c in _UNHOOKED_CODE.co_consts if isinstance(c, types.CodeType) and c.co_name == _HOOKED}
+_CALLS_CODE = {*_HOOKED_CODE, id(_UNHOOKED_CODE)}
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _MACHINERY = tuple(
     _HERE + name
@@ -72,10 +75,51 @@ def call_site(
     return () if passed and known is not None and site not in known else site
 
 
+class Sites:
+    """The places that calls are made from while a forward runs: :func:`call_site`, worked out once for every stack."""
+
+    def __init__(self, known: Mapping[Any, Any]) -> None:
+        self.known, self.through = known, led_through(known)
+        self._found: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._kept: set[types.CodeType] = set()  # so that no other code gets the id of one
+
+    def here(self, base: types.FrameType, depth: int = 2) -> tuple[Any, ...]:
+        """Of the call that is being made, below the frame ``base``; empty if another module's forward makes it."""
+        frame: types.FrameType | None = sys._getframe(depth)
+        stack: list[int] = []
+        others = _HOOKED_CODE if self.through else _CALLS_CODE
+        while frame is not None and frame is not base:
+            code = id(frame.f_code)
+            if code in others:
+                return ()
+            stack.append(code)
+            stack.append(frame.f_lasti)
+            frame = frame.f_back
+        key = tuple(stack)
+        site = self._found.get(key)
+        if site is None or frame is None:
+            site = call_site(depth + 1, base, self.known, self.through)
+            if frame is not None:
+                self._keep(sys._getframe(depth), base)
+                self._found[key] = site
+        return site
+
+    def _keep(self, frame: types.FrameType | None, base: types.FrameType) -> None:
+        while frame is not None and frame is not base:
+            self._kept.add(frame.f_code)
+            frame = frame.f_back
+
+
 def led_through(sites: Iterable[tuple[Any, ...]]) -> frozenset[types.CodeType]:
     """The forwards of modules that are no part of the model, and that these places are inside of."""
     pairs = [pair for site in sites for pair in pairwise(site)]
     return frozenset(a[0] for a, b in pairs if isinstance(b[0], types.CodeType) and is_boundary(b[0]))
+
+
+def code_of(sites: Iterable[tuple[Any, ...]]) -> set[types.CodeType]:
+    """The code that these places are in, or are reached by way of, but for torch's own."""
+    code = {place[0] for site in sites for place in site if isinstance(place[0], types.CodeType)}
+    return {c for c in code if not c.co_filename.startswith(_TORCH)}
 
 
 _PRECALL = opcode.opmap.get("PRECALL", -1)  # Python 3.11 only

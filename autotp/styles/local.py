@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autotp import torch_dynamo, torch_frames, torch_hooks
+from autotp.branches import Branches, branches_of
 from autotp.errors import AutotpError, NotPlannedError
 from autotp.hoisting import ModuleProgram
 from autotp.layouts import to_local
@@ -32,7 +33,7 @@ class LocalCalls(TorchFunctionMode):
     def __init__(self, local: LocalForward, program: BoundProgram, base: Any, compiling: bool) -> None:
         super().__init__()
         self.local, self.program, self.base = local, program, base
-        self.table, self.through, self.ranks = program.table, program.through, local.ranks
+        self.table, self.sites, self.ranks = program.table, program.sites, local.ranks
         self.seen: dict[Any, int] = {}
         self.compiling = compiling
         self.met: list[str] = []  # the edited calls that were seen, if it may be compiled
@@ -45,7 +46,7 @@ class LocalCalls(TorchFunctionMode):
             return traced.entered(self, func, args, kwargs)
         if torch_hooks.is_metadata(func):
             return func(*args, **kwargs)
-        site = torch_frames.call_site(2, self.base, self.table, self.through)
+        site = self.sites.here(self.base)
         if not site:
             return func(*args, **kwargs)
         opened = torch_hooks.opened(func)
@@ -84,7 +85,8 @@ class LocalCalls(TorchFunctionMode):
             raise NotPlannedError(
                 f"{self.local.path or 'the model'}: the call of {name} at {where} was not reached when the plan was "
                 "made, so it is not known how it acts on a rank's part. Pass a sample that takes this path: "
-                "autotp.shard(model, mesh, sample=(args, kwargs))."
+                "autotp.shard(model, mesh, sample=(args, kwargs)). Where a computed value decides on it (planning "
+                "takes comparisons to hold), keep the layers before it whole: rules={'LAYER': 'replicate'}."
             )
         return result
 
@@ -115,11 +117,27 @@ class Running:
         return self
 
 
+@dataclass(frozen=True)
+class OwnCode:
+    """What a module's own code branches on, and how that was when it was sharded."""
+
+    branches: Branches
+    facts: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> OwnCode | None:
+        """None for torch's own layers, which have one way to run; code of others may branch on what it is given."""
+        if type(module).__module__.startswith("torch.nn.modules."):
+            return None
+        branches = branches_of(module)
+        return cls(branches, branches.facts(module))
+
+
 class BoundProgram:
     """A module's program as functions of this rank."""
 
     def __init__(
-        self, program: ModuleProgram, ranks: Ranks, model: Running, guarded: bool, keys: dict[Any, str]
+        self, program: ModuleProgram, ranks: Ranks, model: Running, code: OwnCode | None, keys: dict[Any, str]
     ) -> None:
         self.program, self.inner, self.reached = program, program.inner, program.reached
         here = Place(program.path)
@@ -127,15 +145,35 @@ class BoundProgram:
         self.inputs = [(p, operand(e, ranks, model, here)) for p, e in program.inputs.items()]
         self.outputs = [(p, outcome(e, ranks, model, here)) for p, e in program.outputs.items()]
         self.table = {
-            site: [BoundCall.of(e, ranks, model, Place(program.path, site)) for e in edits]
+            site: [BoundCall.of(e, ranks, model, Place(program.path, site)) for e in edits if len(edits) > 1 or e]
             for site, edits in program.calls.items()
         }
-        self.through = torch_frames.led_through(self.table)
+        self.sites = torch_frames.Sites(self.table)
         self.edits_calls = program.edits_calls
         self.region = program.holds_cut or program.inner or bool(program.inputs)
-        self.known = set(program.kinds) if program.holds_cut and guarded else None
+        self.known: set[Any] | None = None  # ways to be called of which the path is known
+        self.code, self.open = code, False
+        if code is not None and self.region:
+            self.open = code.branches.open_with(torch_frames.code_of(self.table))
+            self.known = set() if self.open else {(kinds, code.facts) for kinds in program.kinds}
         self.traced = traced.Places(program, self.table, keys)
         self.when_compiled: BoundProgram | None = None
+
+    def called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """How it is called, if it is not known which path that takes."""
+        if self.known is None or self.code is None:
+            return None
+        called = (kinds(module, args, kwargs), self.code.branches.facts(module))
+        return None if called in self.known else called
+
+    def knows(self, module: nn.Module, called: Any) -> bool:
+        """Whether it is known which path it takes if its arguments are of these kinds."""
+        return self.known is None or self.code is None or (called, self.code.branches.facts(module)) in self.known
+
+    def followed(self, called: Any) -> None:
+        """It was called in such a way, and every call that it made was a planned one."""
+        if self.known is not None and not self.open:
+            self.known.add(called)
 
     def edges_alike(self) -> bool:
         """Whether the module is entered and left in the same way when it is compiled."""
@@ -158,8 +196,7 @@ class LocalForward(torch_hooks.Hook):
     def __init__(self, path: str, module: nn.Module, cut: set[str], ranks: Ranks, model: Running) -> None:
         self.path, self.ranks, self.model, self.cut = path, replace(ranks, at=path or "the model"), model, cut
         self.names = list(inspect.signature(module.forward).parameters)
-        # torch's own layers have one way to run; code of others may branch on what it is given
-        self.guarded = not type(module).__module__.startswith("torch.nn.modules.")
+        self.code = OwnCode.of(module)
         self.programs: dict[Any, BoundProgram] = {}
         self.compiled: BoundProgram | None = None  # the program of forward as the compiler runs it
         self.keys: dict[Any, str] = {}  # of places in the code, the same in all programs
@@ -181,7 +218,7 @@ class LocalForward(torch_hooks.Hook):
         self.compiled = usual.when_compiled = usual if program is usual.program else self._bound(program)
 
     def _bound(self, program: ModuleProgram) -> BoundProgram:
-        return BoundProgram(program, self.ranks, self.model, self.guarded, self.keys)
+        return BoundProgram(program, self.ranks, self.model, self.code, self.keys)
 
     def __reduce__(self) -> Any:
         raise AutotpError(
@@ -204,7 +241,7 @@ class LocalForward(torch_hooks.Hook):
             if not program.edges_alike():
                 raise AutotpError(self.unlike())
         self._check(program, module)
-        kept = self.swap(module, program)
+        kept = self._swap(module, program)
         mode, new = self._mode(program, module, args, kwargs, compiling, base)
         self.running.append((kept, mode, new, program))
         self.model.depth += program.reached
@@ -233,9 +270,9 @@ class LocalForward(torch_hooks.Hook):
         """What edits its calls, or watches them; and how it is called, if in a way that is not known to be planned."""
         either = [program, program.when_compiled or program] if compiling else [program]
         edits_calls, new = any(x.edits_calls for x in either), None
-        if program.known is not None and not edits_calls:
-            called = kinds(module, args, kwargs)
-            new = None if all(x.known is None or called in x.known for x in either) else called
+        if not edits_calls:
+            called = [x.called(module, args, kwargs) for x in either]
+            new = next((c for c in called if c is not None), None)
         return LocalCalls(self, program, base, compiling) if edits_calls or new is not None else None, new
 
     def unlike(self) -> str:
@@ -282,6 +319,8 @@ class LocalForward(torch_hooks.Hook):
                     _swap_in_lists(module, full, local, kept)
         return kept
 
+    _swap = torch_hooks.unwatched(swap)  # the modes of modules around it need not see it
+
     def _check_parameters(self, module: nn.Module) -> None:
         for name in self.cut:
             now = module._parameters.get(name)
@@ -323,8 +362,8 @@ class LocalForward(torch_hooks.Hook):
         if missing:
             raise AutotpError(missing)
         if out is not None:
-            if new is not None and program.known is not None:
-                program.known.add(new)  # called in a new way, and every call it made was a planned one
+            if new is not None:
+                program.followed(new)
             for path, change in program.outputs:
                 out = edit_at(out, path, change)
             if not self.path:
@@ -332,7 +371,7 @@ class LocalForward(torch_hooks.Hook):
         return out
 
 
-_EMPTY = BoundProgram(ModuleProgram(""), None, None, False, {})  # type: ignore[arg-type]  # no edits, so no ranks
+_EMPTY = BoundProgram(ModuleProgram(""), None, None, None, {})  # type: ignore[arg-type]  # no edits, so no ranks
 
 
 def _swap_in_lists(module: nn.Module, full: Any, local: Any, kept: list[tuple[Any, Any, Any]]) -> None:

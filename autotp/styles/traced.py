@@ -176,8 +176,8 @@ def _check_children(local: LocalForward, module: nn.Module) -> None:
 
 
 @at_trace
-def _known(program: BoundProgram, called: Any) -> bool:
-    return program.known is None or called in program.known
+def _known(program: BoundProgram, module: nn.Module, called: Any) -> bool:
+    return program.knows(module, called)
 
 
 class TracedCalls(TorchFunctionMode):
@@ -255,7 +255,7 @@ def before(local: LocalForward, module: nn.Module, args: Any, kwargs: Any) -> An
     kept = local.swap(module, program)
     called = kinds(module, args, kwargs) if program.known is not None else None
     mode: Any = None
-    if program.edits_calls or not _known(program, called):
+    if program.edits_calls or not _known(program, module, called):
         mode = TracedCalls(local, run)
     local.running.append((kept, mode, None, program))
     for path, change in program.inputs:
