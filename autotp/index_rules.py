@@ -19,13 +19,14 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from .index_ranges import LayoutError
-from .torch_compat import DTensorSpec, OpSchema, OutputSharding, Propagate, guard_propagation
+from .torch_compat import DTensorSpec, OpSchema, OutputSharding, Propagate, TensorMeta, guard_propagation
 
 _REDUCTIONS = {"linalg_vector_norm", "_foreach_norm", "sum", "max", "min"}
 _SAME_LAYOUT = {
     *("alias", "clone", "detach", "copy_", "_to_copy", "zero_", "fill_", "equal"),
     *("zeros_like", "ones_like", "empty_like", "full_like", "lift_fresh"),
 }
+_FACTORIES = {"new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"}
 _SAME_LAYOUT_PREFIXES = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
 _NOT_POINTWISE = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 
@@ -62,6 +63,8 @@ def _concerns(schema: OpSchema) -> bool:
 
 
 def _propagate(schema: OpSchema, stock: Propagate) -> OutputSharding:
+    if _base_name(schema.op) in _FACTORIES and _keeps_shape(schema):
+        return _made(schema)
     if _is_whole_reduction(schema):
         return _reduce(schema, stock)
     if _is_pointwise(schema.op):
@@ -142,6 +145,52 @@ def _restore_output(standins: _StandIns, output: Any, sources: Any) -> Any:
     if len(sources) != len(output):
         sources = [sources[0]] * len(output)
     return type(output)(_restore_output(standins, spec, [source]) for spec, source in zip(output, sources, strict=True))
+
+
+# -- new tensors: autograd makes one for a gradient that someone else holds too --
+
+
+def _keeps_shape(schema: OpSchema) -> bool:
+    spec = schema.args_schema[0]
+    return isinstance(spec, DTensorSpec) and tuple(spec.shape) == tuple(schema.args_schema[1])  # type: ignore[arg-type]
+
+
+def _made(schema: OpSchema) -> OutputSharding:
+    """A tensor of the operand's layout, made on each rank in the size of its part."""
+    spec, shape, *others = schema.args_schema
+    assert isinstance(spec, DTensorSpec) and spec.tensor_meta is not None
+    local, stride = _local_shape(spec), spec.stride
+    if _base_name(schema.op) == "new_empty_strided":
+        stride = tuple(others[0])  # type: ignore[arg-type]
+        others[0] = _stride_of(local, stride)
+    meta = TensorMeta(torch.Size(shape), stride, schema.kwargs_schema.get("dtype") or spec.tensor_meta.dtype)  # type: ignore[arg-type]
+    return OutputSharding(
+        DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta),
+        redistribute_schema=OpSchema(schema.op, (spec, local, *others), schema.kwargs_schema),
+        needs_redistribute=True,
+        use_val_from_redistribute_schema=True,
+    )
+
+
+def _local_shape(spec: DTensorSpec) -> tuple[int, ...]:
+    shape, coordinate = list(spec.shape), spec.mesh.get_coordinate()
+    cut = [p.dim for p in spec.placements if isinstance(p, Shard) or _is_indexed(p)]  # type: ignore[attr-defined]
+    if coordinate is None or len(set(cut)) < len(cut):
+        raise LayoutError(f"no new tensor can be made like one with placements {spec.placements}")
+    for axis, p in enumerate(spec.placements):
+        if _is_indexed(p):
+            shape[p.dim] = p.local_shard_size_and_offset(shape[p.dim], spec.mesh.size(axis), coordinate[axis], 2)[0]  # type: ignore[attr-defined]
+        elif isinstance(p, Shard):
+            shape[p.dim] = p.local_shard_size_and_offset(shape[p.dim], spec.mesh.size(axis), coordinate[axis])[0]
+    return tuple(shape)
+
+
+def _stride_of(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides without gaps, of dims in the order that other strides have."""
+    stride, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
+        stride[dim], step = step, step * max(shape[dim], 1)
+    return tuple(stride)
 
 
 # -- reductions over a whole tensor --

@@ -280,6 +280,34 @@ class Suite:
         (p.full_tensor() * torch.arange(5)).sum().backward()
         torch.testing.assert_close(p.grad.full_tensor(), torch.arange(5).double().expand(shape))
 
+    def check_kept_gradients(self) -> None:
+        """Autograd copies a gradient that someone else holds too."""
+        for name, (layout, shape) in self.layouts.items():
+            if layout is None:
+                continue
+            p, held = nn.Parameter(distribute(self.values(shape, 5), self.mesh, layout)), []
+            p.register_hook(held.append)
+            holders = [sum(i in indices(layout, r) for r in range(self.mesh.size())) for i in range(layout.size)]
+            view = [-1 if dim == layout.dim else 1 for dim in range(len(shape))]
+            once = 3 * torch.tensor(holders).double().view(view).expand(shape)  # each holder of a copy adds its own
+            for times in (1, 2):
+                (to_local(p) * 3.0).sum().backward()
+                assert p.grad is not None and p.grad.placements == p.placements, name
+                assert p.grad.to_local().stride() == p.to_local().stride(), name
+                torch.testing.assert_close(p.grad.full_tensor(), once * times, msg=name)
+            assert all(torch.equal(h.full_tensor(), once) for h in held), name
+
+    def check_new_tensors(self) -> None:
+        for name, (layout, shape) in self.layouts.items():
+            p = distribute(self.values(shape, 5), self.mesh, layout)
+            made = [p.new_zeros(shape), p.new_ones(shape), p.new_full(shape, 3.0), p.new_zeros(shape).bfloat16()]
+            for new, value in zip(made, (0, 1, 3, 0), strict=True):
+                assert new.placements == p.placements and torch.equal(
+                    new.full_tensor(), torch.full(shape, value).to(new.dtype)
+                )
+            new = p.new_empty_strided(shape, tuple(torch.empty(shape[::-1]).permute(*range(len(shape))[::-1]).stride()))
+            assert new.to_local().shape == p.to_local().shape and new.shape == p.shape, name
+
     def check_state_dict(self) -> None:
         _, cut = self.parameters(0)
         _, other = self.parameters(50)
@@ -322,7 +350,7 @@ class Suite:
             lambda: p[:2], lambda: p[1], lambda: p.t(), lambda: p.T, lambda: p.permute(1, 0), lambda: p.view(-1),
             lambda: p.view(2, -1), lambda: p.flatten(), lambda: p.unsqueeze(0), lambda: p.expand(2, *shape),
             lambda: p.chunk(2), lambda: p.split(2), lambda: p.as_strided((2, 2), (1, 1)), lambda: p.roll(1, 0),
-            lambda: torch.cat([p, p]), lambda: torch.stack([p, p]), lambda: p.new_zeros(p.shape), lambda: p.tril(),
+            lambda: torch.cat([p, p]), lambda: torch.stack([p, p]), lambda: p.new_zeros(4, 4), lambda: p.tril(),
             lambda: p.sum(0), lambda: p.sum(1), lambda: p.mean(), lambda: p.std(), lambda: p.norm(dim=0),
             lambda: p.amax(0), lambda: p.argmax(), lambda: p.cumsum(0), lambda: p.sort(0), lambda: p.softmax(0),
             lambda: p @ p.t(), lambda: nn.functional.linear(r, p), lambda: nn.functional.embedding(i, p),
