@@ -156,15 +156,23 @@ class Ownership:
         """
         if self.by_tokens(o):
             return False
-        groups = self.nodes.distinct(o)
-        for (tid, dim), base in self.base.items():
-            if self.cut.get(tid) != dim:
+        mine = np.zeros(self.nodes.used, dtype=bool)
+        mine[self.nodes.distinct(o)] = True
+        roots = self.nodes.find(np.arange(self.nodes.used))
+        nodes = np.flatnonzero(mine[roots])  # of all parameters, those that belong to these groups
+        bases = np.fromiter(self.base.values(), dtype=np.int64)
+        order = np.argsort(bases, kind="stable")
+        where = order[np.searchsorted(bases[order], nodes, side="right") - 1]
+        places = list(self.base)
+        for at in np.unique(where):
+            tid, dim = places[at]
+            here = nodes[where == at]
+            here = roots[here[(here >= bases[at]) & (here < bases[at] + self.shape(tid)[dim])]]
+            if self.cut.get(tid) != dim or not len(here):
                 continue
-            roots = self.nodes.find(np.arange(base, base + self.shape(tid)[dim]))
-            here = roots[np.isin(roots, groups)]
             role = self.roles.get(tid, {}).get(dim)
             read = role == "in" or (role == "batch" and self.choices.dims.get(tid) == dim)  # a batch by choice: experts
-            if len(here) and (read or len(np.unique(here)) < len(here)):
+            if read or len(np.unique(here)) < len(here):
                 return False
         return True
 
