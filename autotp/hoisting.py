@@ -54,6 +54,8 @@ class ModuleProgram:
     runs: set[frozenset[Site]] = field(default_factory=set)  # the edited places of each run
     kinds: frozenset[Any] = frozenset()  # how it was called when it was planned
     holds_cut: bool = False  # its own code handles cut tensors
+    touches_cut: bool = False  # and does not only hand on those that it is given
+    cut_inputs: set[Path] = field(default_factory=set)  # which those are
     reached: bool = True  # it ran when the plan was made
     recomputed: str = ""  # a call of its own code that a checkpoint recomputes, and that must be edited
     inner: bool = False  # it only works inside the model's forward: its edges are cut, or entered further out
@@ -130,13 +132,16 @@ class Hoisting:
                 x.tid for x in (*c.leaves, *c.outs) if isinstance(x, Ref) and not self.trace.tensors[x.tid].parameter
             ]
             if c.module >= 0 and any(apart(t) for t in refs):
-                self._program(self.trace.module_path(c)).holds_cut = True
+                own = self._program(self.trace.module_path(c))
+                own.holds_cut = own.touches_cut = True
             if c.module >= 0:
                 for site in c.inner:
                     self._program(self.trace.module_path(c)).calls.setdefault(site, [CallEdit()])
         for m in self.trace.modules:
             if m.parent >= 0 and any(apart(t) for t in (*m.inputs.values(), *m.outputs.values())):
-                self._program(self.trace.modules[m.parent].path).holds_cut = True
+                around = self._program(self.trace.modules[m.parent].path)
+                around.holds_cut = True
+                around.touches_cut |= any(apart(t) for t in m.outputs.values())
         ran = {m.path for m in self.trace.modules}
         for path, one in self.programs.items():
             one.reached = path in ran
@@ -146,7 +151,10 @@ class Hoisting:
             if program is not None:
                 program.kinds |= {m.kinds}
                 edges = (*m.inputs.values(), *(m.outputs.values() if m.parent >= 0 else ()))
-                program.inner |= any(apart(t) for t in edges) or self._entered_outside(m, entered)
+                outside = self._entered_outside(m, entered)
+                program.inner |= any(apart(t) for t in edges) or outside
+                program.touches_cut |= outside
+                program.cut_inputs |= {path for path, t in m.inputs.items() if apart(t)}
 
     def _recomputed(self) -> None:
         """Calls of a module's own code inside of a checkpoint, which runs them again outside of the module."""

@@ -191,6 +191,11 @@ def _translator() -> Any:
     return InstructionTranslator.current_tx().output.current_tx
 
 
+def value_of(name: str) -> Any:
+    """A local variable of the function that dynamo is tracing, as it is outside; the graph does not depend on it."""
+    return _translator().symbolic_locals[name].realize().value
+
+
 def told(places: tuple[Place, ...]) -> str:
     """``file.py:123`` of the innermost place."""
     code, positions = places[0] if places else (told.__code__, (0,))

@@ -176,6 +176,23 @@ class Hook:
         return self
 
 
+_KEY = -1  # torch's own keys count up from 0
+
+
+def hook_forward(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Run one function first of all, and another after the forward, also when that raised.
+
+    Like ``register_forward_pre_hook`` and ``register_forward_hook``, but with the same key in every module: torch's
+    count how many hooks were made, the compiler takes them for constants, and would compile alike modules apart.
+    """
+    module._forward_pre_hooks[_KEY] = before
+    module._forward_pre_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined]
+    module._forward_pre_hooks_with_kwargs[_KEY] = True
+    module._forward_hooks[_KEY] = after
+    module._forward_hooks_with_kwargs[_KEY] = True
+    module._forward_hooks_always_called[_KEY] = True
+
+
 def drop_hooks(module: nn.Module) -> None:
     """Take the hooks of sharding off a (copied) module."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):

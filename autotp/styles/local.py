@@ -30,8 +30,11 @@ from autotp.trees import edit_at, flatten, kinds
 class LocalCalls(TorchFunctionMode):
     """Edits the calls that one module's own code makes, found by their place in that code."""
 
-    def __init__(self, local: LocalForward, program: BoundProgram, base: Any, compiling: bool) -> None:
+    def __init__(
+        self, local: LocalForward, program: BoundProgram, base: Any, compiling: bool, handed_on: list[Any] | None
+    ) -> None:
         super().__init__()
+        self.handed_on = handed_on  # all that is cut here, if that is among the inputs
         self.local, self.program, self.base = local, program, base
         self.table, self.sites, self.ranks = program.table, program.sites, local.ranks
         self.seen: dict[Any, int] = {}
@@ -80,7 +83,8 @@ class LocalCalls(TorchFunctionMode):
     def _unplanned(self, func: Any, args: Any, kwargs: Any, site: Any) -> Any:
         """A place that no recorded run reached: fine as long as it computes nothing with tensors of a cut model."""
         result = func(*args, **kwargs)
-        if any(isinstance(x, Tensor) and x.is_floating_point() for x in flatten((args, kwargs))[0]):
+        read = [x for x in flatten((args, kwargs))[0] if isinstance(x, Tensor) and x.is_floating_point()]
+        if any(self.handed_on is None or any(x is y for y in self.handed_on) for x in read):
             where, name = torch_frames.describe_site(site), getattr(func, "__name__", str(func))
             raise NotPlannedError(
                 f"{self.local.path or 'the model'}: the call of {name} at {where} was not reached when the plan was "
@@ -195,18 +199,18 @@ class LocalForward(torch_hooks.Hook):
 
     def __init__(self, path: str, module: nn.Module, cut: set[str], ranks: Ranks, model: Running) -> None:
         self.path, self.ranks, self.model, self.cut = path, replace(ranks, at=path or "the model"), model, cut
-        self.names = list(inspect.signature(module.forward).parameters)
+        self.names, self.kind = list(inspect.signature(module.forward).parameters), type(module)
         self.code = OwnCode.of(module)
         self.programs: dict[Any, BoundProgram] = {}
         self.compiled: BoundProgram | None = None  # the program of forward as the compiler runs it
+        self.like: LocalForward | None = None  # stands for all that run alike, where the compiler looks something up
         self.keys: dict[Any, str] = {}  # of places in the code, the same in all programs
         self.running: list[tuple[list[tuple[Any, Any, Any]], LocalCalls | None, Any, BoundProgram]] = []
 
     def attach(self, module: nn.Module) -> None:
         """Hook it up."""
         self.model.parts.append(self)
-        module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
-        module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+        torch_hooks.hook_forward(module, self.before, self.after)
 
     def learn(self, program: ModuleProgram, mode: Any = None) -> None:
         """Run by a program while the model is in this mode."""
@@ -216,6 +220,22 @@ class LocalForward(torch_hooks.Hook):
         """Run by a program where forward is compiled."""
         usual, program = self.programs[None], program or ModuleProgram(self.path)
         self.compiled = usual.when_compiled = usual if program is usual.program else self._bound(program)
+        known = (part.like for part in self.model.parts if part.like is not None and self._runs_like(part))
+        self.like = next(known, None) or self._standin()
+
+    def _standin(self) -> LocalForward:
+        """Not itself: that it is the same object would be a condition for the compiler."""
+        new = object.__new__(LocalForward)
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def _runs_like(self, other: LocalForward) -> bool:
+        """Whether the compiler may use for this module what it has made of another."""
+        assert self.compiled is not None and other.compiled is not None
+        if (self.kind, self.names, self.cut, self.code) != (other.kind, other.names, other.cut, other.code):
+            return False
+        mine, others = [(x.programs[None].program, x.compiled.program) for x in (self, other)]  # type: ignore[union-attr]
+        return all(replace(a, path=b.path) == b for a, b in zip(mine, others, strict=True))
 
     def _bound(self, program: ModuleProgram) -> BoundProgram:
         return BoundProgram(program, self.ranks, self.model, self.code, self.keys)
@@ -237,7 +257,7 @@ class LocalForward(torch_hooks.Hook):
     def _before(self, module: nn.Module, args: Any, kwargs: Any, compiling: bool, base: Any) -> Any:
         program = self.programs.get(self.model.mode, _EMPTY)
         if compiling and program is self.programs.get(None):
-            traced.prepare(self)
+            traced.prepare(self.model)
             if not program.edges_alike():
                 raise AutotpError(self.unlike())
         self._check(program, module)
@@ -273,7 +293,23 @@ class LocalForward(torch_hooks.Hook):
         if not edits_calls:
             called = [x.called(module, args, kwargs) for x in either]
             new = next((c for c in called if c is not None), None)
-        return LocalCalls(self, program, base, compiling) if edits_calls or new is not None else None, new
+        if not edits_calls and new is None:
+            return None, None
+        touched = edits_calls or program.inputs or self.cut or any(x.program.touches_cut for x in either)
+        handed_on = None if touched else self._handed_on(either, args, kwargs)
+        return LocalCalls(self, program, base, compiling, handed_on), new
+
+    def _handed_on(self, programs: list[BoundProgram], args: Any, kwargs: Any) -> list[Any]:
+        """The cut tensors among the inputs."""
+        found: list[Any] = []
+
+        def note(x: Any) -> Any:
+            found.append(x)
+            return x
+
+        for path in set().union(*(x.program.cut_inputs for x in programs)):
+            edit_at((args, kwargs), self.given(path, args, kwargs), note)
+        return found
 
     def unlike(self) -> str:
         """Why it cannot be compiled in pieces."""

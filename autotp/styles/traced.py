@@ -23,7 +23,7 @@ from autotp.torch_dynamo import at_trace
 from autotp.trees import edit_at, kinds
 
 if TYPE_CHECKING:
-    from autotp.styles.local import BoundProgram, LocalCalls, LocalForward
+    from autotp.styles.local import BoundProgram, LocalCalls, LocalForward, Running
 
 PASS, _OPEN, REFUSE = "pass", "open", "refuse: "
 UNPLANNED = "was not reached when the plan was made"
@@ -92,7 +92,6 @@ class Places:
 def _begin(local: LocalForward) -> str:
     """Which run of which forward this is."""
     running = local.model
-    _prepare(local)
     program = local.programs[None]
     if not program.inner:
         running.graph = torch_dynamo.graph()
@@ -103,23 +102,23 @@ def _begin(local: LocalForward) -> str:
     return str(torch_dynamo.here().run)
 
 
-def prepare(local: LocalForward) -> None:
+def prepare(model: Running) -> None:
     """Find the programs that run when compiled."""
-    if local.compiled is None:
-        programs = local.model.compiled.programs()
-        for part in local.model.parts:
-            if part.compiled is None:
+    if any(part.like is None for part in model.parts):
+        programs = model.compiled.programs()
+        for part in model.parts:
+            if part.like is None:
                 part.learn_compiled(programs.get(part.path))
 
 
 @at_trace
-def _prepare(local: LocalForward) -> None:
+def _prepare(model: Running) -> None:
     """Find the programs; what Python itself has entered by now must be entered alike in both."""
     try:
-        prepare(local)
+        prepare(model)
     except AutotpError as e:
         raise torch_dynamo.refused(str(e)) from e
-    for part in local.model.parts:
+    for part in model.parts:
         if part.running and not part.programs[None].edges_alike():
             raise torch_dynamo.refused(part.unlike())
 
@@ -168,16 +167,16 @@ def _all_met(program: BoundProgram, met: tuple[str, ...]) -> None:
 
 
 @at_trace
-def _check_children(local: LocalForward, module: nn.Module) -> None:
+def _check_children(local: LocalForward) -> None:
     try:
-        check_children(local.path, module)
+        check_children(local.path, torch_dynamo.value_of("module"))
     except AutotpError as e:
         raise torch_dynamo.refused(str(e)) from e
 
 
 @at_trace
-def _known(program: BoundProgram, module: nn.Module, called: Any) -> bool:
-    return program.knows(module, called)
+def _known(program: BoundProgram, called: Any) -> bool:
+    return program.knows(torch_dynamo.value_of("module"), called)
 
 
 class TracedCalls(TorchFunctionMode):
@@ -195,7 +194,7 @@ class TracedCalls(TorchFunctionMode):
 
 def entered(mode: LocalCalls, func: Any, args: Any, kwargs: Any) -> Any:
     """A call that dynamo traces under a mode that Python itself has entered."""
-    _prepare(mode.local)
+    _prepare(mode.local.model)
     return edit(mode, "", func, args, kwargs)
 
 
@@ -247,16 +246,17 @@ def _rearranged(recorded: Any, args: Any, kwargs: Any) -> Any:
 
 
 def before(local: LocalForward, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """As LocalForward.before, for dynamo."""
-    run = _begin(local)
-    program: Any = local.compiled
+    """As LocalForward.before, for dynamo. What it looks up is the same for all modules that run alike."""
+    _prepare(local.model)
+    like: Any = local.like
+    run, program = _begin(like), like.compiled
     if program.region:
-        _check_children(local, module)
+        _check_children(like)
     kept = local.swap(module, program)
     called = kinds(module, args, kwargs) if program.known is not None else None
     mode: Any = None
-    if program.edits_calls or not _known(program, module, called):
-        mode = TracedCalls(local, run)
+    if program.edits_calls or not _known(program, called):
+        mode = TracedCalls(like, run)
     local.running.append((kept, mode, None, program))
     for path, change in program.inputs:
         args, kwargs = edit_at((args, kwargs), local.given(path, args, kwargs), change)

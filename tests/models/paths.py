@@ -121,6 +121,30 @@ class ByProperty(Layer):
         return h.softmax(-1) if self.sharp else h.relu()
 
 
+class HandsOn(nn.Module):
+    """Gets a cut tensor and a whole one, and computes with the whole one only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.sharp_cut, self.sharp_whole = nn.Linear(HIDDEN, WIDTH), False, False
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        """The same shape."""
+        if self.sharp_cut:
+            h = h.softmax(-1)
+        y = self.down(h)
+        return y + (x.softmax(-1) if self.sharp_whole else x)  # type: ignore[no-any-return]
+
+
+class AroundHandsOn(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = HandsOn()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x), x)  # type: ignore[no-any-return]
+
+
 def _switch(m: Layer) -> None:
     global SWITCH
     SWITCH = True
@@ -143,11 +167,13 @@ CASES: dict[str, tuple[type[Layer], Callable[[Layer], Any]]] = {
     "a function that is replaced": (ByFunction, _set("act", lambda h: h.softmax(-1))),
     "an exception": (ByException, lambda m: m.table.update(sharp=1)),
     "a property": (ByProperty, _switch),
+    "a cut tensor that is handed on": (AroundHandsOn, lambda m: setattr(m.down, "sharp_cut", True)),
 }
 # name -> (the class, a change that leaves the path as it is)
 HARMLESS: dict[str, tuple[type[Layer], Callable[[Layer], Any]]] = {
     "a number that a loop does not reach": (ByLoop, _set("turns", -1)),
     "another value of a flag": (ByAttribute, _set("flag", None)),
+    "a whole tensor beside one that is handed on": (AroundHandsOn, lambda m: setattr(m.down, "sharp_whole", True)),
     "what a dict holds beside": (ByContent, lambda m: m.table.update(blunt=1)),
 }
 
