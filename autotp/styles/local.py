@@ -222,18 +222,21 @@ class LocalForward(torch_hooks.Hook):
         self.compiled = usual.when_compiled = usual if program is usual.program else self._bound(program)
         known = (part.like for part in self.model.parts if part.like is not None and self._runs_like(part))
         self.like = next(known, None) or self._standin()
+        assert self.like.compiled is not None
+        usual.traced.shown = self.compiled.traced.shown = self.like.compiled.traced.shown
 
     def _standin(self) -> LocalForward:
         """Not itself: that it is the same object would be a condition for the compiler."""
         new = object.__new__(LocalForward)
-        new.__dict__.update(self.__dict__)
+        new.__dict__.update(self.__dict__, like=new)
         return new
 
     def _runs_like(self, other: LocalForward) -> bool:
         """Whether the compiler may use for this module what it has made of another."""
         assert self.compiled is not None and other.compiled is not None
-        if (self.kind, self.names, self.cut, self.code) != (other.kind, other.names, other.cut, other.code):
-            return False
+        for name in ("kind", "names", "cut", "code", "keys"):
+            if getattr(self, name) != getattr(other, name):
+                return False
         mine, others = [(x.programs[None].program, x.compiled.program) for x in (self, other)]  # type: ignore[union-attr]
         return all(replace(a, path=b.path) == b for a, b in zip(mine, others, strict=True))
 

@@ -129,23 +129,17 @@ def _find(local: LocalForward, run: str, func: Any, numbers: bool) -> str:
     if torch_hooks.is_metadata(func):
         return PASS
     here = torch_dynamo.here()
-    if here.deeper or str(here.run) != (run or _entered_from(local)):
+    if here.deeper or str(here.run) != (run or str(id(torch_dynamo.value_of("mode").base))):
         return PASS  # another module's
     assert local.compiled is not None
     told = local.compiled.traced.find(here.places, func)
     if not told.startswith(REFUSE):
         if not run:
-            local.programs[None].traced.shown.add(told)
+            local.compiled.traced.shown.add(told)
         return told
     if numbers or UNPLANNED not in told:
         raise torch_dynamo.refused(f"{local.path or 'the model'}: {told[len(REFUSE) :]}")
     return PASS
-
-
-def _entered_from(local: LocalForward) -> str:
-    """Which frame runs a forward that Python itself has entered."""
-    mode = local.running[-1][1] if local.running else None
-    return str(id(mode.base)) if mode is not None else ""
 
 
 @at_trace
@@ -200,13 +194,14 @@ def entered(mode: LocalCalls, func: Any, args: Any, kwargs: Any) -> Any:
 
 def edit(mode: TracedCalls | LocalCalls, run: str, func: Any, args: Any, kwargs: Any) -> Any:
     """Run one call that dynamo traces, edited if it is the module's own and planned so."""
-    key = _find(mode.local, run, func, _has_numbers(args, kwargs))
+    like: Any = mode.local.like
+    key = _find(like, run, func, _has_numbers(args, kwargs))
     if key == PASS:
         return func(*args, **kwargs)
     if key == _OPEN:
         with mode:
             return _ATTENTION(*args, **kwargs)
-    calls = mode.local.compiled.traced.by_key[key]  # type: ignore[union-attr]
+    calls = like.compiled.traced.by_key[key]
     if run:
         mode.met.append(key)
     n = 0
@@ -214,11 +209,11 @@ def edit(mode: TracedCalls | LocalCalls, run: str, func: Any, args: Any, kwargs:
         n = mode.times.get(key, 0)
         mode.times[key] = n + 1
         if n >= len(calls):
-            _too_often(mode.local, key)
+            _too_often(like, key)
     recorded = _arguments(func, len(args), tuple(kwargs))
     if recorded is not None:
         args, kwargs = _rearranged(recorded, args, kwargs)
-    return calls[n].run(func, args, kwargs, mode.local.ranks)
+    return calls[n].run(func, args, kwargs, like.ranks)
 
 
 def _has_numbers(args: Any, kwargs: Any) -> bool:

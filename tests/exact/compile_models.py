@@ -146,5 +146,10 @@ MODELS: dict[str, Callable[[], Built]] = {
     "branching": alone(lambda: Branching(norm=False)),
     "branching_norm": alone(lambda: Branching(norm=True)),
     "raw": lambda: (nn.Sequential(Raw(), Raw()), (floats(2, 6, WIDTH),), {}),
+    "many": lambda: (
+        nn.Sequential(nn.LayerNorm(WIDTH), *(Raw() for _ in range(10)), nn.LayerNorm(WIDTH)),
+        (floats(2, 6, WIDTH),),
+        {},
+    ),
     "alpha_dropout": alone(lambda: Feed(act=lambda x: F.alpha_dropout(x, 0.5, training=True))),
 }

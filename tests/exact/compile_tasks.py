@@ -64,11 +64,16 @@ class _Called:
 
 
 def compiled(model: nn.Module, how: str, counter: CompileCounterWithBackend, fullgraph: bool) -> Any:
-    """The model compiled as a whole, or block by block."""
+    """The model compiled as a whole, block by block, or children like its second one."""
     torch._dynamo.reset()
     if how == "blocks":
         for block in blocks(model):
             block.compile(backend=counter, fullgraph=fullgraph)
+        return model
+    if how == "alike":
+        second = list(model.children())[1]
+        for child in (c for c in model.children() if type(c) is type(second)):
+            child.compile(backend=counter, fullgraph=fullgraph)
         return model
     if how == "module":
         model.compile(backend=counter, fullgraph=fullgraph)
