@@ -108,7 +108,7 @@ def _conditions(own: Code) -> Iterator[tuple[Source, ...] | None]:
 
 def _ends_badly(instructions: list[dis.Instruction], at: int) -> bool:
     """Whether a branch goes on or raises: an assertion, a check, the end of a ``with`` block."""
-    if instructions[at - 1].opname == "WITH_EXCEPT_START":
+    if "WITH_EXCEPT_START" in (instructions[at - 1].opname, instructions[at - 2].opname):  # TO_BOOL may be between
         return True
     for instruction in instructions[at + 1 :]:
         if instruction.opname == "RAISE_VARARGS":
