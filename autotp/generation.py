@@ -22,8 +22,9 @@ from autotp.extending import Dealt, extend, layouts_of
 from autotp.held import Layouts, is_object, tensors_in, with_tensors
 from autotp.hoisting import Hoisting, ModuleProgram
 from autotp.record import Trace
+from autotp.styles.bound import Running
 from autotp.styles.comm import Ranks
-from autotp.styles.local import LocalForward, Running
+from autotp.styles.local import LocalForward
 from autotp.styles.random import drawing_alike
 from autotp.torch_hooks import Hook, kept_rng, uncompiled
 from autotp.trace import Drive, trace

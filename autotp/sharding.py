@@ -27,9 +27,10 @@ from autotp.lost_ranks import watch
 from autotp.mesh import resolve_mesh
 from autotp.plan_types import Plan
 from autotp.planning import Prepared, prepare
+from autotp.styles.bound import Running
 from autotp.styles.children import note_children
 from autotp.styles.comm import Ranks
-from autotp.styles.local import LocalForward, Running
+from autotp.styles.local import LocalForward
 from autotp.styles.random import SharedDraws
 from autotp.styles.tokens import Lengths
 

@@ -24,7 +24,7 @@ from autotp.styles.shared_norm import shared_norm
 from autotp.trees import flatten, rebuild
 
 if TYPE_CHECKING:
-    from autotp.styles.local import Running
+    from autotp.styles.bound import Running
 
 Change = Callable[[Any], Any]
 

@@ -23,7 +23,8 @@ from autotp.torch_dynamo import at_trace
 from autotp.trees import edit_at, kinds
 
 if TYPE_CHECKING:
-    from autotp.styles.local import BoundProgram, LocalCalls, LocalForward, Running
+    from autotp.styles.bound import BoundProgram, Running
+    from autotp.styles.local import LocalCalls, LocalForward
 
 PASS, _OPEN, REFUSE = "pass", "open", "refuse: "
 UNPLANNED = "was not reached when the plan was made"
