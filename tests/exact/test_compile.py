@@ -106,7 +106,7 @@ def test_exact_beside_fsdp(ranks: RankPool, name: str, how: str, sp: bool) -> No
     """torch keeps the hooks of FSDP2 out of graphs, so a whole model falls into pieces."""
     found = run(ranks, "compare", name=name, how=how, sp=sp, dp=2, fullgraph=how == "blocks")
     is_exact(found)
-    assert found["graphs"] <= (3 if name == "plain" else 2) if how == "blocks" else found["graphs"] > 1
+    assert found["graphs"] == (2 + sp if name == "plain" else 1) if how == "blocks" else found["graphs"] > 1
 
 
 LONG = pytest.mark.long

@@ -93,7 +93,7 @@ def names(module: nn.Module) -> set[tuple[str, ...]] | None:
         (_Turns, _facts("n", "layers", "sizes")),
         (_Global, _facts("LIMIT")),
         (_Act, _facts("act")),
-        (_Asked, _facts("tuple") | set()),
+        (_Asked, _facts("tuple")),
     ],
 )
 def test_known(cls: type[_Base], expected: set[tuple[str, ...]]) -> None:
