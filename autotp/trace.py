@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotp import torch_frames, torch_hooks, torch_ops
-from autotp.caches import forget_tensors
+from autotp.caches import find_cached_functions, forget_tensors
 from autotp.errors import AutotpError
 from autotp.functions import close_function, returned_apart
 from autotp.held import Layouts, Place, is_object, with_tensors
@@ -315,6 +315,7 @@ def trace(
     With ``fold``, repeated blocks are run once; the leaves of a skipped block then are those of the block it is like.
     ``drive`` runs the model otherwise than by one call of it. ``held``: see :func:`as_inputs`.
     """
+    find_cached_functions()
     twin = make_twin(model, fold=fold)
     try:
         with torch_hooks.kept_rng():

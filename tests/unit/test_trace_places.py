@@ -75,6 +75,7 @@ class _Remembers(nn.Module):
 
 def test_functions_that_remember_tensors_are_emptied_and_others_kept() -> None:
     _remembered(3), _number(3), _mesh(2)
+    caches.find_cached_functions()
     caches.forget_tensors()
     assert _mesh.cache_info().currsize == 1, "a mesh made again by some ranks leaves the others waiting"
     assert _remembered.cache_info().currsize == 0
@@ -85,6 +86,25 @@ def test_planning_leaves_no_empty_tensors_in_functions_that_remember() -> None:
     plan = autotp.plan(_Remembers(), tp=2, sample=torch.zeros(2, 8))
     assert plan.cut_share == 1.0
     assert _remembered(16)["x"].device.type == "cpu"
+
+
+class _RemembersByItself(nn.Module):
+    """Each object remembers for itself, as a cell of a notebook does that is run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.places = functools.lru_cache(lambda n: torch.linspace(0.0, 1.0, n) * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x) * self.places(16))
+
+
+def test_functions_made_after_an_earlier_plan_are_found() -> None:
+    for _ in range(2):
+        model = _RemembersByItself()
+        assert autotp.plan(model, tp=2, sample=torch.zeros(2, 8)).cut_share == 1.0
+        assert model.places(16).device.type == "cpu"
 
 
 class _Rebuilds(nn.Module):
