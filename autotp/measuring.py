@@ -168,8 +168,8 @@ def measure(
 ) -> Figures:
     """Shard `model` in place with `apply` and compare; the same call on every rank of `mesh`.
 
-    With ``known``, an unsharded model and its run with these settings, for models that memory does not hold several
-    times: no copies are made, and no optimizer step is compared.
+    With ``known``, an unsharded model with what its run left in it, and that run, with these settings: for models that
+    memory does not hold several times. No copies are made, and no optimizer step is compared.
     """
     group = group or mesh.get_group((resolve_mesh(mesh).tp_name or "tp") if mesh.ndim > 1 else None)
     if other := comparing.first_other((tensor for _, tensor in structures.named_tensors(inputs)), group):
@@ -188,7 +188,10 @@ def measure(
         widen_model(model, settings.dtype)
     else:
         reference, expected = known
-    before, names = comparing.state(reference) if known else comparing.snapshot(model), comparing.identity(model)
+    before, names = (
+        comparing.snapshot(model) if known is None else _as_built(reference, model),
+        comparing.identity(model),
+    )
     with settings.mode():
         sharded = apply(model, mesh, structures.map_tensors(inputs, lambda t: widen(t.detach(), settings.dtype)))
     pair = _Pair(reference, sharded, inputs, settings, group, Figures(settings=settings))
@@ -196,14 +199,21 @@ def measure(
     actual = run(sharded, inputs, settings)
     pair.compare_outputs(expected, actual)
     pair.compare_gradients(expected, actual)
+    pair.compare_buffers()
     pair.compare_ranks(actual)
     pair.locate()
     pair.figures.problems = comparing.shared_problems(pair.figures.problems, group)
     if known is not None:
-        pair.figures.notes.append("no optimizer step was compared: the model is large")
+        pair.figures.notes.append("no optimizer step was compared: the unsharded run was made beforehand")
     elif settings.backward and settings.step and not pair.figures.problems:
         pair.take_step()
     return pair.figures
+
+
+def _as_built(reference: nn.Module, model: nn.Module) -> dict[str, Tensor]:
+    """The weights of a reference that was run already, which are the model's, and the model's buffers."""
+    buffers = {name: b.detach().clone() for name, b in model.named_buffers(remove_duplicate=False)}
+    return {name: buffers.get(name, value) for name, value in comparing.state(reference).items()}
 
 
 def quieten(model: nn.Module) -> None:
@@ -255,6 +265,14 @@ class _Pair:
         self.figures.input_gradients = self._errors(expected.input_gradients(), actual.input_gradients())
         if not any(gradient is not None for gradient in wanted.values()):
             self.figures.notes.append("no parameter of the model gets a gradient on this sample")
+
+    def compare_buffers(self) -> None:
+        """What the forward left in buffers, as running statistics."""
+        errors = self._errors(dict(self.reference.named_buffers()), dict(self.sharded.named_buffers()))
+        wrong = {name: error for name, error in errors.items() if error > self.settings.gradient_limit}
+        self.figures.problems += [
+            f"buffer {name} is {error:.2g} off after the forward" for name, error in wrong.items()
+        ]
 
     def compare_ranks(self, actual: Run) -> None:
         """What every rank has whole must be the same on all."""

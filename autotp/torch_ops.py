@@ -20,18 +20,16 @@ def is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
-_PURE = {
-    *("mm", "bmm", "addmm", "baddbmm", "convolution", "embedding", "cat", "clone", "_to_copy", "native_layer_norm"),
-    *("sum", "mean", "amax", "var", "cumsum", "_softmax", "_log_softmax", "_safe_softmax"),
-}
+_BY_CONTENT = {"index", "_unsafe_index"}  # a mask among what they get is an index of the size of its content
+_BY_CONTENT_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 @functools.cache
 def is_pure(func: Any) -> bool:
     """Whether an aten operation makes new tensors, of shapes that follow from the shapes it gets."""
-    if func.namespace != "aten" or is_random(func) or any(a.alias_info is not None for a in func._schema.arguments):
+    if func.namespace != "aten" or not is_functional(func) or func.overloadpacket.__name__ in _BY_CONTENT:
         return False
-    return is_pointwise(func) or func.overloadpacket.__name__ in _PURE
+    return not _BY_CONTENT_TAGS & set(func.tags)
 
 
 @functools.cache

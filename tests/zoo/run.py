@@ -70,7 +70,7 @@ def arguments(
     parser.add_argument("--tp", type=int, nargs="+", default=[2, 4], help="tensor-parallel sizes")
     parser.add_argument("--record", default=record, help="file that records are added to")
     parser.add_argument("--jobs", type=int, default=2, help="entries at a time")
-    parser.add_argument("--no-step", action="store_true", help="compare no optimizer step, which is the slowest part")
+    parser.add_argument("--step", action="store_true", help="compare an optimizer step too, at twice the time")
     parser.add_argument("--timeout", type=float, default=180, help="seconds per entry and size")
     return parser.parse_args()
 
@@ -132,7 +132,7 @@ def child(pipe: Connection, name: str, sizes: tuple[int, ...], options: argparse
     os.dup2(null, 1)
     os.dup2(null, 2)
     module, _, function = options.records.partition(":")
-    settings = {"step": False} if options.no_step else {}
+    settings = {"step": True} if options.step else {}
     pipe.send(getattr(importlib.import_module(module), function)(options.zoo, name, sizes, options.timeout, **settings))
 
 
