@@ -25,6 +25,11 @@ def scalar(t: Tensor) -> Any:
     return 1.0 if t.is_floating_point() else 1
 
 
+def is_ranked(func: Any) -> bool:
+    """Whether an operation gives the indices of the largest, which are chosen here so that all are met."""
+    return getattr(func, "overloadpacket", None) in _RANKED
+
+
 def reader(func: Any) -> Callable[..., Any] | None:
     """What stands for a torch function that turns a tensor into Python's or numpy's numbers, of traced tensors."""
     return _READERS.get(getattr(func, "__name__", ""))
@@ -60,7 +65,7 @@ def _content(func: Any, o: Tensor, leaves: list[Any]) -> Tensor | None:
     if o.dtype == torch.bool:
         fill = func.overloadpacket not in _FALSE
         return torch.full(o.shape, fill, dtype=torch.bool)
-    if func.overloadpacket in _RANKED and o.ndim:
+    if is_ranked(func) and o.ndim:
         source = next(x for x in leaves if isinstance(x, Tensor))
         return _spread(o, source, leaves)
     return torch.zeros(o.shape, dtype=o.dtype)

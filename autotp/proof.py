@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autotp import torch_frames, torch_hooks
+from autotp.answers import Known
 from autotp.call_edits import CallEdit, ExpertsEdit, NumberEdit
 from autotp.numbers import Numbers, Solver, Unsolvable, edited
 from autotp.ownership.dealing import Dealing, local_shape
@@ -67,7 +68,10 @@ class Prover:
         self.recorder = twin.recorder
         try:
             with torch_hooks.kept_rng():
-                run(twin, args, kwargs, self.step, self.metadata, self.trace.drive, self.trace.held, self.rank)
+                run(
+                    twin, args, kwargs, self.step, self.metadata, self.trace.drive, self.trace.held, self.rank,
+                    Known(self.trace.answers) if self.trace.answers else None,
+                )  # fmt: skip
         except Unproven:
             raise
         except Exception as e:

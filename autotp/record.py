@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autotp.answers import Asking
 from autotp.errors import AutotpError
 from autotp.held import is_object, tensors_in
 from autotp.trees import Ref, flatten, key_paths, rebuild
@@ -141,6 +142,7 @@ class Trace:
     held: Any = None  # layouts of the tensors in objects among the inputs
     given: dict[int, Any] = field(default_factory=dict)  # tensors in such objects of which ranks have parts
     kept: dict[Any, int] = field(default_factory=dict)  # what such objects, and results, hold at the end, by its place
+    answers: dict[int, list[Any]] = field(default_factory=dict)  # by call: what a real run said of computed integers
     like: dict[int, int] = field(default_factory=dict)  # a tensor of a skipped block -> that of the block it is like
 
     @property
@@ -191,6 +193,7 @@ class Recorder:
         self.wrapped: set[tuple[Any, ...]] = set()  # places of calls under vmap since the last one that was recorded
         self.turns: Counter[str] = Counter()
         self.objects: list[Any] = []
+        self.asking = Asking()
         self.most_turns = 0  # how often one module may be called from outside before the recording ends; 0: no limit
 
     def turn(self, path: str) -> None:

@@ -29,7 +29,8 @@ def is_pure(func: Any) -> bool:
     """Whether an aten operation makes new tensors, of shapes that follow from the shapes it gets."""
     if func.namespace != "aten" or not is_functional(func) or func.overloadpacket.__name__ in _BY_CONTENT:
         return False
-    return not _BY_CONTENT_TAGS & set(func.tags)
+    alone = all(str(r.type) == "Tensor" for r in func._schema.returns)  # no lists of tensors
+    return alone and not _BY_CONTENT_TAGS & set(func.tags)
 
 
 @functools.cache

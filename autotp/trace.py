@@ -6,6 +6,7 @@ model's Python as they would in earnest. Integer results of float operations get
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -14,18 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotp import torch_frames, torch_hooks, torch_ops
+from autotp import torch_frames, torch_hooks
+from autotp.answers import Heard, Known, is_float, listen
 from autotp.caches import find_cached_functions, forget_tensors
 from autotp.errors import AutotpError
 from autotp.functions import close_function, returned_apart
 from autotp.held import Layouts, Place, is_object, with_tensors
-from autotp.plausible import integer_outputs, reader, scalar
+from autotp.operations import Operations
+from autotp.plausible import reader
 from autotp.record import Call, Enough, Recorder, Trace, Traced
 from autotp.repeats import NotAlike
 from autotp.trees import Ref, flatten, rebuild
-from autotp.twin import MAX_REAL_NUMEL, Twin, make_twin
+from autotp.twin import Twin, make_twin
 
 
 @dataclass(frozen=True)
@@ -37,122 +39,6 @@ class Drive:
 
     run: Callable[[nn.Module, Any, Any], Any]
     most_turns: int = 0
-
-
-class _Ops(TorchDispatchMode):
-    """The inner mode: runs each aten operation on shapes (or on real integers) and records it."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = torch_ops.without_device(func, kwargs or {})
-        leaves, spec = flatten((args, kwargs))
-        unreal = [x for x in leaves if isinstance(x, Tensor) and (isinstance(x, Traced) or x.is_meta)]
-        if not unreal and not torch_ops.is_random(func) and _is_small(func, leaves):
-            out = func(*args, **kwargs)
-        elif func is torch.ops.aten._local_scalar_dense.default:
-            out = scalar(args[0])
-        else:
-            out = self._on_meta(func, leaves, spec)
-        rec = self.recorder
-        written = torch_ops.written_args(func, args, kwargs)
-        if torch_ops.is_random(func):
-            rec.trace.random_calls += 1
-        implicit = None
-        if rec.call is None:
-            implicit = rec.call = rec.open_call(func, args, kwargs, ("implicit",))
-            implicit.fixed = any(isinstance(x, Traced) for x in leaves)
-            implicit.shut = "is called nowhere in the model's code" if implicit.fixed else ""
-            implicit.inner, rec.wrapped = rec.wrapped, set()
-        rec.op(func, args, kwargs, out, [rec.tid(w) for w in written])
-        if implicit is not None:
-            rec.call = None
-            rec.close_call(implicit, out)
-        return out
-
-    def _on_meta(self, func: Any, leaves: list[Any], spec: Any) -> Any:
-        memo: dict[int, Tensor] = {}
-        metas = [_to_meta(x, memo) if isinstance(x, Tensor) else _no_device(x) for x in leaves]
-        args, kwargs = rebuild(metas, spec)
-        known = _memo_key(func, args, kwargs)
-        if known is not None and known in _SHAPES:
-            out = tuple(torch.empty_strided(size, stride, dtype=d, device="meta") for size, stride, d in _SHAPES[known])
-            return _wrap(func, out if len(out) > 1 else out[0], {}, leaves)
-        originals = {id(m): x for m, x in zip(metas, leaves, strict=True) if isinstance(x, Tensor)}
-        content = {i: x for i, x in originals.items() if not isinstance(x, Traced)}
-        out = torch_ops.run_on_meta(func, args, kwargs, content)
-        made = out if isinstance(out, tuple) else (out,)
-        if known is not None and all(isinstance(o, Tensor) for o in made):
-            _SHAPES[known] = tuple((tuple(o.shape), o.stride(), o.dtype) for o in made)
-        return _wrap(func, out, originals, leaves)
-
-
-# What an operation makes of given shapes: many are worked out in Python by torch, and layers repeat them.
-_SHAPES: dict[Any, tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]] = {}
-_MAX_SHAPES = 1 << 16
-
-
-def _memo_key(func: Any, args: Any, kwargs: Any) -> Any:
-    """A key for operations whose result depends on shapes alone and shares no memory; None for others."""
-    if not torch_ops.is_pure(func):
-        return None
-    if len(_SHAPES) > _MAX_SHAPES:
-        _SHAPES.clear()
-    key = func, _described(args), tuple((k, _described(v)) for k, v in kwargs.items())
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
-def _described(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return "tensor", tuple(x.shape), x.stride(), x.dtype
-    if isinstance(x, (tuple, list)):
-        return tuple(_described(y) for y in x)
-    return type(x), x
-
-
-def _is_small(func: Any, leaves: list[Any]) -> bool:
-    if any(isinstance(x, Tensor) for x in leaves):
-        return True
-    size = 1
-    for x in leaves:
-        if isinstance(x, int) and not isinstance(x, bool):
-            size *= max(abs(x), 1)
-    return size <= MAX_REAL_NUMEL or func.overloadpacket in (torch.ops.aten.arange, torch.ops.aten.scalar_tensor)
-
-
-def _no_device(x: Any) -> Any:
-    return torch.device("meta") if isinstance(x, torch.device) else x
-
-
-def _to_meta(t: Tensor, memo: dict[int, Tensor]) -> Tensor:
-    if isinstance(t, Traced):
-        return t.inner
-    if id(t) not in memo:
-        memo[id(t)] = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta")
-    return memo[id(t)]
-
-
-def _wrap(func: Any, out: Any, originals: dict[int, Tensor], leaves: list[Any]) -> Any:
-    """Meta results -> Traced floats and plausible real integers; an argument returned as it is stays itself."""
-    if isinstance(out, (tuple, list)):
-        ints = integer_outputs(func, out, leaves)
-        return type(out)(_wrap_one(o, originals, i) for o, i in zip(out, ints, strict=True))
-    return _wrap_one(out, originals, integer_outputs(func, (out,), leaves)[0])
-
-
-def _wrap_one(o: Any, originals: dict[int, Tensor], plausible: Tensor | None) -> Any:
-    if not isinstance(o, Tensor):
-        return o
-    same = originals.get(id(o))
-    if same is not None:
-        return same
-    return plausible if plausible is not None else Traced(o)
 
 
 class _Calls(TorchFunctionMode):
@@ -205,7 +91,10 @@ class _Calls(TorchFunctionMode):
         """Run a call and add it to the record."""
         rec = self.recorder
         rec.call = call
-        func = (reader(func) if args and isinstance(args[0], Traced) else None) or func
+        read = reader(func) if args and is_float(args[0]) else None
+        if read is not None:
+            unreal = isinstance(args[0], Traced)
+            func = rec.asking.reading(call.index, func, args[0], read if unreal else func, unreal=unreal)
         try:
             if self.intercept is not None:
                 result = self.intercept(call, func, args, kwargs)
@@ -258,7 +147,7 @@ def recording(
         stack.enter_context(torch_hooks.plain_attention())
         calls = stack.enter_context(_Calls(recorder, intercept, metadata))
         stack.enter_context(torch_hooks.custom_functions(lambda *a: _custom(recorder, calls, *a)))
-        stack.enter_context(_Ops(recorder))
+        stack.enter_context(Operations(recorder))
         yield
 
 
@@ -317,15 +206,50 @@ def trace(
     """
     find_cached_functions()
     twin = make_twin(model, fold=fold)
+    asking, failed, record = twin.recorder.asking, None, None
     try:
-        with torch_hooks.kept_rng():
-            record = run(twin, args, kwargs, drive=drive, held=held)
+        record = _recorded(twin, args, kwargs, drive, held)
     except NotAlike:
         return trace(model, args, kwargs, False, drive, held)
-    record.folds = fold
+    except Exception as e:
+        if not (asking.guessed or asking.guesses):
+            raise
+        failed = e
+    if (asking.guessed or failed is not None) and held is None and not (drive is not None and drive.most_turns):
+        record = _answered(model, args, kwargs, drive) or record
+    if record is None:
+        assert failed is not None
+        raise failed
+    return record
+
+
+def _answered(model: nn.Module, args: Any, kwargs: Any, drive: Drive | None) -> Trace | None:
+    """The record of a run that reads what a real one gives; None if that cannot be had."""
+
+    def run_really(twin: nn.Module) -> Any:
+        a, k = copy.deepcopy((args, kwargs))
+        return drive.run(twin, a, k) if drive is not None else twin(*a, **k)
+
+    heard = listen(model, run_really)
+    if heard is None:
+        return None
+    try:
+        return _recorded(make_twin(model, fold=False), args, kwargs, drive, None, heard)
+    except Exception:
+        return None
+
+
+def _recorded(
+    twin: Twin, args: Any, kwargs: Any, drive: Drive | None, held: Layouts | None, source: Heard | None = None
+) -> Trace:
+    with torch_hooks.kept_rng():
+        record = run(twin, args, kwargs, drive=drive, held=held, source=source)
+    record.folds = twin.folds
     for path, like in record.skipped:
         inside = [name for name in record.leaves if name.startswith(path + ".")]
         record.leaves.update({name: record.leaves[like + name[len(path) :]] for name in inside})
+    if source is not None:
+        record.answers = twin.recorder.asking.used
     return record
 
 
@@ -353,6 +277,7 @@ def run(
     drive: Drive | None = None,
     held: Layouts | None = None,
     rank: int | None = None,
+    source: Heard | Known | None = None,
 ) -> Trace:
     """Run a twin on example inputs under the recorder and return the record."""
     rec = twin.recorder
@@ -360,7 +285,7 @@ def run(
     a, k = as_inputs((args, kwargs), rec, held, rank)
     rec.trace.held = held
     before, built = _bound(twin.model), dict(twin.model.named_modules())
-    rec.trace.drive = drive
+    rec.trace.drive, rec.asking.source = drive, source
     rec.most_turns = drive.most_turns if drive is not None else 0
     out = None
     forget_tensors()

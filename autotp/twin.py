@@ -25,6 +25,7 @@ class Twin:
     model: nn.Module
     recorder: Recorder
     paths: dict[int, str]
+    folds: bool = True
 
 
 def make_twin(
@@ -57,7 +58,7 @@ def make_twin(
         _watch(m, recorder, paths)
     if fold:
         Repeats(recorder, _fresh, follow=follow).watch(twin)
-    return Twin(twin, recorder, paths)
+    return Twin(twin, recorder, paths, fold)
 
 
 def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -90,8 +90,8 @@ class LocalCalls(TorchFunctionMode):
             raise NotPlannedError(
                 f"{self.local.path or 'the model'}: the call of {name} at {where} was not reached when the plan was "
                 "made, so it is not known how it acts on a rank's part. Pass a sample that takes this path: "
-                "autotp.shard(model, mesh, sample=(args, kwargs)). Where a computed value decides on it (planning "
-                "takes comparisons to hold), keep the layers before it whole: rules={'LAYER': 'replicate'}."
+                "autotp.shard(model, mesh, sample=(args, kwargs)). Where computed values decide on it, which the next "
+                "inputs may change, keep the layers before it whole: rules={'LAYER': 'replicate'}."
             )
         return result
 

@@ -31,3 +31,17 @@ def test_layers_kept_whole_take_every_path(ranks: RankPool) -> None:
     options = {"rules": {"up": "replicate"}}
     for found in ranks.run("tests.models.paths:run", {"name": "a computed value", "tp": 2, "options": options})[:2]:
         assert max(found["before"], found["after"]) <= 1e-12, found
+
+
+def test_a_sample_decides_where_a_computed_value_does(ranks: RankPool) -> None:
+    payload = {"name": "a computed value", "tp": 2, "offset": 1000}
+    for found in ranks.run("tests.models.paths:run", payload)[:2]:
+        assert max(found["before"], found["after"]) <= 1e-12, found
+        assert found["cut"], found
+
+
+@pytest.mark.parametrize("name", sorted(paths.BY_SAMPLE))
+def test_what_a_model_computes_and_reads_is_that_of_the_sample(ranks: RankPool, name: str) -> None:
+    for found in ranks.run("tests.models.paths:run", {"name": name, "tp": 2})[:2]:
+        assert max(found["before"], found["after"]) <= 1e-12, found
+        assert found["cut"], found

@@ -145,6 +145,52 @@ class AroundHandsOn(Layer):
         return self.down(self.up(x), x)  # type: ignore[no-any-return]
 
 
+class PredictsLength(Layer):
+    """As speech models do that predict how long their output is."""
+
+    def between(self, x: Tensor, h: Tensor) -> Tensor:
+        count = (x[:, :1].abs() * 0 + 5).ceil().long()
+        mask = torch.arange(int(count.max())) < count
+        steps = mask.to(h.dtype).sum(-1, keepdim=True) / 5
+        return h.relu() * steps
+
+
+class ReadsList(Layer):
+    def between(self, x: Tensor, h: Tensor) -> Tensor:
+        for turns in (x[:, 0] * 0 + 2).tolist():
+            for _ in range(int(turns)):
+                h = h.tanh()
+        return h
+
+
+class ReadsNumber(Layer):
+    def between(self, x: Tensor, h: Tensor) -> Tensor:
+        turns = (x.abs().mean() * 0 + 3).item()
+        for _ in range(int(turns)):
+            h = h.tanh()
+        return h if torch.isfinite(x).all() and not (x > 1e6).any() else h.softmax(-1)
+
+
+class TakesLargest(Layer):
+    """The plausible indices of the largest reach every row, whatever the sample says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.router = nn.Linear(WIDTH, 3)
+
+    def between(self, x: Tensor, h: Tensor) -> Tensor:
+        picked = self.router(x).topk(1).indices[:, 0]
+        if x.sum() > 1e6:
+            return h
+        out = torch.zeros_like(h)
+        for i, expert in enumerate(self.experts):
+            rows = torch.where(picked == i)[0]
+            if len(rows):
+                out = out.index_add(0, rows, expert(h[rows]))
+        return out
+
+
 def _switch(m: Layer) -> None:
     global SWITCH
     SWITCH = True
@@ -178,6 +224,15 @@ HARMLESS: dict[str, tuple[type[Layer], Callable[[Layer], Any]]] = {
 }
 
 
+# Wrong, refused or failing if the plan did not go by what the sample's own values say.
+BY_SAMPLE: dict[str, type[Layer]] = {
+    "a length that is predicted": PredictsLength,
+    "a list of numbers": ReadsList,
+    "a number": ReadsNumber,
+    "indices of the largest": TakesLargest,
+}
+
+
 def run(payload: dict[str, Any]) -> dict[str, Any]:
     """How far the sharded module is off before a change, and after it, or what refuses it then."""
     import autotp
@@ -189,10 +244,11 @@ def run(payload: dict[str, Any]) -> dict[str, Any]:
         return {}
     torch.manual_seed(0)
     SWITCH = False
-    cls, change = {**CASES, **HARMLESS}[payload["name"]]
+    by_sample = {name: (cls, lambda m: None) for name, cls in BY_SAMPLE.items()}
+    cls, change = {**CASES, **HARMLESS, **by_sample}[payload["name"]]
     module = cls().double()
     reference = copy.deepcopy(module)
-    x = torch.randn(3, WIDTH, dtype=torch.float64)
+    x = torch.randn(3, WIDTH, dtype=torch.float64) + payload.get("offset", 0)
     autotp.shard(module, mesh, sample=((x,), {}), **payload.get("options", {}))
 
     def off() -> float:
