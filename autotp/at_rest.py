@@ -48,8 +48,11 @@ def cut_at_rest(analysis: Analysis, wanted: Mapping[str, int | None]) -> None:
 
 
 def keep_at_rest(analysis: Analysis, parts: Mapping[int, Sets]) -> set[int]:
-    """The same for parameters that are in parts already; those that cannot be put together for their uses."""
-    reader = _Reader(analysis.trace)
+    """The same for parameters that are in parts already; those that cannot be put together for their uses.
+
+    Code outside of modules may read them: what runs it shows it whole ones.
+    """
+    reader = _Reader(analysis.trace, outside=False)
     refused = {tid for tid in parts if reader.uses.get(tid) and reader.obstacle(tid, analysis)}
     for tid, sets in parts.items():
         if tid not in refused:
@@ -79,10 +82,10 @@ def _parts(shape: tuple[int, ...], tp: int, dim: int | None) -> Sets:
 class _Reader:
     """Who reads which parameter, and what stands against handing it over only then."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, outside: bool = True) -> None:
         self.trace = trace
         self.uses: dict[int, list[Use]] = {}
-        for c in trace.calls:
+        for c in (c for c in trace.calls if outside or c.module >= 0):
             for i, x in enumerate(c.leaves):
                 if isinstance(x, Ref) and trace.tensors[x.tid].parameter:
                     self.uses.setdefault(x.tid, []).append((c, i))

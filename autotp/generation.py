@@ -12,11 +12,14 @@ from __future__ import annotations
 import functools
 import types
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
+from autotp.analysis import Analysis
 from autotp.errors import AutotpError, NotPlannedError
 from autotp.extending import Dealt, extend, layouts_of
 from autotp.held import Layouts, is_object, tensors_in, with_tensors
@@ -26,9 +29,9 @@ from autotp.styles.bound import Running
 from autotp.styles.comm import Ranks
 from autotp.styles.local import LocalForward
 from autotp.styles.random import drawing_alike
-from autotp.torch_hooks import Hook, kept_rng, uncompiled
+from autotp.torch_hooks import Hook, is_dtensor, kept_rng, uncompiled
 from autotp.trace import Drive, trace
-from autotp.trees import flatten, kinds
+from autotp.trees import Ref, flatten, kinds
 
 STEPS = 3  # a prefill, and two steps: the second may take another path than the first
 GUESSED_STEPS = 10  # where several tokens are guessed and checked at once
@@ -41,10 +44,15 @@ Mode = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Planned:
-    """Programs by module path, and how caches are laid out; no programs, and why, where it does not run on shapes."""
+    """Programs by module path, and how caches are laid out; no programs, and why, where it does not run on shapes.
+
+    ``read_whole``: parameters that are whole in use, and read by code outside of the forwards of their modules (a
+    method of an image encoder that generate calls), where they would be DTensors.
+    """
 
     programs: dict[str, ModuleProgram] | None
     held: Layouts = field(default_factory=dict)
+    read_whole: tuple[str, ...] = ()
     obstacle: str = ""
 
 
@@ -75,7 +83,14 @@ def plan_generate(
         why = str(error) if isinstance(error, AutotpError) else f"{type(error).__name__}: {error}"
         return Planned(None, obstacle=why)
     found = extend(model, record, args, kwargs, size, dealt)
-    return Planned(Hoisting(found).run(), layouts_of(found))
+    return Planned(Hoisting(found).run(), layouts_of(found), _read_whole(found))
+
+
+def _read_whole(found: Analysis) -> tuple[str, ...]:
+    record = found.trace
+    outside = {x.tid for c in record.calls if c.module < 0 for x in c.leaves if isinstance(x, Ref)}
+    whole = {t for t in outside if t in found.dealing.at_rest or not found.dealing.sets(t)}
+    return tuple(name for name, t in record.leaves.items() if t in whole)
 
 
 def _recorded(run: Any, model: nn.Module, args: Any, kwargs: Any, steps: int, held: Layouts | None) -> Trace:
@@ -185,7 +200,7 @@ class Generation(Hook):
             self.held[key] = planned.held
         running.turns, running.mode = 0, key
         try:
-            with uncompiled():
+            with uncompiled(), _shown_whole(model, planned.read_whole, running):
                 out = generate(model, *args, **kwargs)
         finally:
             running.mode = None
@@ -193,6 +208,24 @@ class Generation(Hook):
             if hasattr(x, "__dict__") and any(True for _ in tensors_in(x)):
                 setattr(x, _MADE_IN, key)
         return out
+
+
+@contextmanager
+def _shown_whole(model: nn.Module, names: tuple[str, ...], running: Running) -> Iterator[None]:
+    """Plain whole tensors in place of these parameters; the forwards of their modules still find the real ones."""
+    slots: list[tuple[Any, str, Any]] = []
+    for path, _, name in (full.rpartition(".") for full in names):
+        inside = model.get_submodule(path)._parameters
+        slots += [(inside, name, inside[name])] if is_dtensor(inside.get(name)) else []
+    for inside, name, real in slots:
+        inside[name] = real.full_tensor()
+        running.shown_whole[id(inside[name])] = real
+    try:
+        yield
+    finally:
+        running.shown_whole.clear()
+        for inside, name, real in slots:
+            inside[name] = real
 
 
 def _objects(*trees: Any) -> list[Any]:

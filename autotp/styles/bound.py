@@ -34,6 +34,11 @@ class Running:
     compiled: Any = None  # works out the programs that run when compiled
     graph: Any = None  # the graph in which the model's forward is being traced
     parts: list[LocalForward] = field(default_factory=list)
+    shown_whole: dict[int, Any] = field(default_factory=dict)  # of a plain tensor's id, the parameter it stands for
+
+    def real(self, parameter: Any) -> Any:
+        """The parameter that is there, also while a plain tensor stands in its place."""
+        return self.shown_whole.get(id(parameter), parameter)
 
     def enter(self) -> None:
         """A forward begins that takes and gives whole tensors."""

@@ -251,11 +251,12 @@ class LocalForward(torch_hooks.Hook):
         kept: list[tuple[Any, Any, Any]] = []
         for name, change in program.params:
             for slots in (module._parameters, module._buffers):
-                full = slots.get(name)
+                there = slots.get(name)
+                full: Any = self.model.real(there)
                 if full is not None and torch_hooks.is_dtensor(full):
                     local = to_local(full)
                     local = change(local) if change is not None else local
-                    kept.append((slots, name, full))
+                    kept.append((slots, name, there))
                     slots[name] = local  # type: ignore[assignment]
                     _swap_in_lists(module, full, local, kept)
         return kept
@@ -264,7 +265,7 @@ class LocalForward(torch_hooks.Hook):
 
     def _check_parameters(self, module: nn.Module) -> None:
         for name in self.cut:
-            now = module._parameters.get(name)
+            now = self.model.real(module._parameters.get(name))
             if now is not None and not torch_hooks.is_dtensor(now):
                 raise AutotpError(
                     f"{self.path}.{name} was replaced by an ordinary tensor {list(now.shape)}, where a rank's part "

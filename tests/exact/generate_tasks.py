@@ -22,6 +22,7 @@ from tests.harness.planned import planned_once
 from tests.harness.tasks import autotp_shard, mesh_of
 from tests.models.common import finish
 from tests.models.generating import GENERATING
+from tests.models.methods import WIDTH, CallsMethods
 
 SETTINGS = Settings(backward=False)
 
@@ -182,3 +183,19 @@ def _by_hand(model: Any, call: dict[str, Any]) -> list[Tensor]:
         ids = torch.cat([ids, new], 1)
         out = model(input_ids=new, past_key_values=out.past_key_values, use_cache=True)
     return [ids]
+
+
+@on_first_ranks
+def by_methods(payload: dict[str, Any]) -> dict[str, Any]:
+    """How far generate is off that calls methods of modules, and forward around it; the parts of the parameters."""
+    torch.manual_seed(0)
+    model = CallsMethods().double().eval()
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    reference = copy.deepcopy(model)
+    model = autotp_shard(model, mesh_of(payload["tp"]), ((x,), {}))
+    pairs = [(f(model), f(reference)) for f in (lambda m: m(x), lambda m: m.generate(x), lambda m: m.generate(x))]
+    pairs.append((model(x), reference(x)))
+    return {
+        "errors": [float((a - b).abs().max().detach()) for a, b in pairs],
+        "placed": {n: tuple(p.to_local().shape) for n, p in model.named_parameters()},  # type: ignore[operator]
+    }

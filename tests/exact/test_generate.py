@@ -96,3 +96,11 @@ def test_a_filled_cache_is_gone_on_with(ranks: RankPool, name: str) -> None:
     for rank in answers(ranks, "goes_on", name):
         for one in rank:
             is_exact(one)
+
+
+def test_methods_that_generate_calls_read_whole_parameters(ranks: RankPool) -> None:
+    """Outside of forwards they would be DTensors, which torch does not mix with tensors."""
+    for found in answers(ranks, "by_methods", ""):
+        assert max(found["errors"]) <= 1e-12, found
+        assert found["placed"]["reader.queries"] == (2, 8), "a matrix stays in parts, also after it was read"
+        assert found["placed"]["reader.up.weight"] == (8, 8)
