@@ -119,7 +119,7 @@ def run(out: TextIO, progress: TextIO) -> int:
         progress.flush()
 
     results: dict[str, list[Training]] = {}
-    with RankPool(TP, timeout=SECONDS) as pool:
+    with RankPool(TP, timeout=SECONDS, imports=("autotp.sharding",)) as pool:
         for number, example in enumerate(EXAMPLES):
             _heading(out, f"{number + 1}. {example.title}", example.about)
             tell(f"planning {example.title.lower()} for {TP} ranks")

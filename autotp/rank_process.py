@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import json
 import os
 import pickle
 import queue
@@ -11,7 +12,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,9 +34,41 @@ def loopback() -> str:
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
-def child(descriptor: int, rank: int, size: int, seconds: int) -> None:
-    """Entry point of a freshly started interpreter."""
-    serve(Connection(descriptor), rank, size, seconds, None)
+def nursery(descriptors: Sequence[int], logs: Sequence[str], seconds: int, imports: Sequence[str]) -> NoReturn:
+    """Entry point of a freshly started interpreter: imports what all ranks need, forks them, and notes how they end.
+
+    It computes nothing and has one thread, so that forks of it are as good as interpreters of their own. The pids go
+    to standard output; a rank's exit code to a file beside its log.
+    """
+    out, descriptors = os.dup(1), list(descriptors)
+    os.dup2(2, 1)  # what modules print while they are imported is no pid
+    for name in ("torch.distributed.tensor", *imports):
+        with suppress(ImportError):
+            importlib.import_module(name)
+    pids: dict[int, int] = {}
+    for rank, own in enumerate(descriptors):
+        pid = os.fork()
+        if pid:
+            pids[pid] = rank
+            continue
+        for other in [out, *descriptors[:rank], *descriptors[rank + 1 :]]:
+            os.close(other)
+        _write_to(logs[rank])
+        serve(Connection(own), rank, len(descriptors), seconds, None)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    os.write(out, f"{json.dumps(list(pids))}\n".encode())
+    os.close(out)
+    while pids:
+        pid, status = os.wait()
+        Path(f"{logs[pids.pop(pid)]}.exit").write_text(str(os.waitstatus_to_exitcode(status)))
+    os._exit(0)
+
+
+def _write_to(log: str | Path) -> None:
+    out = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
 
 
 def forked(
@@ -42,9 +76,7 @@ def forked(
 ) -> NoReturn:
     """Entry point of a fork: it has the caller's objects as they are."""
     ours.close()
-    out = os.open(log, os.O_WRONLY | os.O_CREAT)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
+    _write_to(log)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     import torch
 

@@ -3,9 +3,9 @@
     with RankPool(4) as pool:
         per_rank = pool.run("package.module:function", payload)
 
-Each rank is a fresh interpreter that never re-runs the caller's script, so no `if __name__ == "__main__"`
-guard is needed. What a rank raises comes back as text; when one rank raises, dies or passes the time limit,
-the others are ended too, so that a call always comes back.
+The ranks are forks of a fresh interpreter that has imported torch and never re-runs the caller's script, so no
+`if __name__ == "__main__"` guard is needed. What a rank raises comes back as text; when one rank raises, dies or passes
+the time limit, the others are ended too, so that a call always comes back.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection, Pipe
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -33,7 +35,7 @@ PING_SECONDS = 10.0
 START_SECONDS = 240.0  # importing torch on a busy machine is slow
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from autotp.rank_process import child; child(*map(int, sys.argv[2:]))"
+    "from autotp.rank_process import nursery; nursery(*json.loads(sys.argv[2]))"
 )
 _LAUNCHER_VARIABLES = (
     "RANK",
@@ -65,22 +67,11 @@ class RankError(AutotpError):
         super().__init__("\n".join(parts))
 
 
-class _Process:
+class _Rank:
     """One rank: its process, its pipe and its log file."""
 
-    def __init__(self, rank: int, size: int, seconds: float, log: Path, inherited: tuple[Task, Any] | None) -> None:
-        self._log = log
-        self.conn, theirs = Pipe()
-        self._popen: subprocess.Popen[bytes] | None = None
-        if inherited is None:
-            self._popen = _spawn(theirs, rank, size, seconds, log)
-            self.pid = self._popen.pid
-        else:
-            args = (theirs, self.conn, rank, size, int(seconds), log, inherited)
-            self._fork = get_context("fork").Process(target=forked, args=args, daemon=True)
-            self._fork.start()
-            self.pid = self._fork.pid or 0
-        theirs.close()
+    def __init__(self, conn: Connection, pid: int, log: Path, fork: ForkProcess | None = None) -> None:
+        self.conn, self.pid, self._log, self._fork = conn, pid, log, fork
 
     def send(self, *message: Any) -> None:
         try:
@@ -92,16 +83,16 @@ class _Process:
         try:
             return pickle.loads(self.conn.recv_bytes())
         except (EOFError, OSError):
-            return "died", f"the process ended with exit code {self._exit_code()}\n{self._tail()}", None
+            return "died", f"the process ended with exit code {self._exit_code()}\n{_tail(self._log)}", None
 
     def kill(self) -> None:
         self.conn.close()
-        if self._popen is not None:
-            self._popen.kill()
-            self._popen.wait()
-        else:
+        if self._fork is not None:
             self._fork.kill()
             self._fork.join()
+        elif not self._exit_file.exists():
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def stack(self) -> str:
         """Where a rank that does not answer is, as far as it can be had."""
@@ -110,40 +101,72 @@ class _Process:
             time.sleep(0.5)
         except OSError:
             pass
-        return self._tail()
+        return _tail(self._log)
+
+    @property
+    def _exit_file(self) -> Path:
+        return self._log.with_name(f"{self._log.name}.exit")
 
     def _exit_code(self) -> int | None:
-        if self._popen is not None:
-            return self._popen.wait(10)
-        self._fork.join(10)
-        return self._fork.exitcode
+        if self._fork is not None:
+            self._fork.join(10)
+            return self._fork.exitcode
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            if self._exit_file.exists() and (text := self._exit_file.read_text()):
+                return int(text)
+            time.sleep(0.05)
+        return None
 
-    def _tail(self, limit: int = 3000) -> str:
-        return self._log.read_text(errors="replace")[-limit:].strip() if self._log.exists() else ""
+
+def _tail(log: Path, limit: int = 3000) -> str:
+    return log.read_text(errors="replace")[-limit:].strip() if log.exists() else ""
 
 
-def _spawn(theirs: Connection, rank: int, size: int, seconds: float, log: Path) -> subprocess.Popen[bytes]:
+def _forked(inherited: tuple[Task, Any], logs: list[Path], seconds: int) -> list[_Rank]:
+    """Ranks that are forks of this process."""
+    ranks = []
+    for rank, log in enumerate(logs):
+        ours, theirs = Pipe()
+        args = (theirs, ours, rank, len(logs), seconds, log, inherited)
+        fork = get_context("fork").Process(target=forked, args=args, daemon=True)
+        fork.start()
+        theirs.close()
+        ranks.append(_Rank(ours, fork.pid or 0, log, fork))
+    return ranks
+
+
+def _spawn(theirs: list[Connection], logs: list[Path], seconds: int, imports: Sequence[str]) -> subprocess.Popen[bytes]:
+    """A fresh interpreter that imports torch once, and forks the ranks."""
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     env.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR")
     env.setdefault("GLOO_SOCKET_IFNAME", loopback())
     path = json.dumps([entry or os.getcwd() for entry in sys.path])
-    numbers = (theirs.fileno(), rank, size, int(seconds))
-    command = [sys.executable, "-c", _BOOT, path, *map(str, numbers)]
-    with open(log, "wb") as out:
+    descriptors = [conn.fileno() for conn in theirs]
+    told = json.dumps([descriptors, [str(log) for log in logs], seconds, list(imports)])
+    with open(logs[0].with_name("nursery.log"), "wb") as log:
         return subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=[theirs.fileno()]
+            [sys.executable, "-c", _BOOT, path, told],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            pass_fds=descriptors,
         )
 
 
 class RankPool:
     """`size` local ranks that stay alive between tasks: started at the first one, and anew after a failure."""
 
-    def __init__(self, size: int, *, timeout: float | None = None) -> None:
+    def __init__(self, size: int, *, timeout: float | None = None, imports: Sequence[str] = ()) -> None:
+        """``imports``: modules that tasks will need, which are imported once for all ranks."""
         if os.name != "posix":
             raise AutotpError("local ranks need Linux or macOS; start the ranks with torchrun instead")
         self.size = size
         self.timeout = timeout or default_timeout()
-        self._ranks: list[_Process] = []
+        self._ranks: list[_Rank] = []
+        self._nursery: subprocess.Popen[bytes] | None = None
+        self._imports = imports
         self._folder = tempfile.TemporaryDirectory(prefix="autotp-ranks-")
 
     def __enter__(self) -> RankPool:
@@ -162,6 +185,9 @@ class RankPool:
         for rank in self._ranks:
             rank.kill()
         self._ranks = []
+        if self._nursery is not None:
+            self._nursery.communicate()  # it ends when its ranks have
+            self._nursery = None
 
     def run(self, task: Task, payload: Any = None, *, timeout: float | None = None) -> list[Any]:
         """Run `task(payload)` on every rank, `task` a function or "module:function"; the results in rank order.
@@ -185,11 +211,27 @@ class RankPool:
 
     def _start(self, inherited: tuple[Task, Any] | None) -> None:
         logs = [Path(self._folder.name) / f"rank{rank}.log" for rank in range(self.size)]
-        seconds = max(self.timeout, 60.0)
-        self._ranks = [_Process(rank, self.size, seconds, log, inherited) for rank, log in enumerate(logs)]
+        seconds = int(max(self.timeout, 60.0))
+        self._ranks = _forked(inherited, logs, seconds) if inherited is not None else self._born(logs, seconds)
         port = self._collect([0], START_SECONDS)[0]
         self._tell(port)
         self._collect(range(self.size), START_SECONDS)
+
+    def _born(self, logs: list[Path], seconds: int) -> list[_Rank]:
+        for old in Path(self._folder.name).glob("*.exit"):
+            old.unlink()
+        pipes = [Pipe() for _ in logs]
+        self._nursery = _spawn([theirs for _, theirs in pipes], logs, seconds, self._imports)
+        for _, theirs in pipes:
+            theirs.close()
+        out = self._nursery.stdout
+        assert out is not None
+        pids = out.readline() if connection.wait([out.fileno()], START_SECONDS) else b""
+        if not pids:
+            self._nursery.kill()
+            self.stop()
+            raise RankError(self.size, dict.fromkeys(range(self.size), _tail(logs[0].with_name("nursery.log"))))
+        return [_Rank(ours, pid, log) for (ours, _), pid, log in zip(pipes, json.loads(pids), logs, strict=True)]
 
     def _answer(self, path: str | None, timeout: float) -> list[Any]:
         self._tell(path)
@@ -244,9 +286,11 @@ class RankPool:
         raise error
 
 
-def run_once(size: int, task: Task, payload: Any = None, *, timeout: float | None = None) -> list[Any]:
+def run_once(
+    size: int, task: Task, payload: Any = None, *, timeout: float | None = None, imports: Sequence[str] = ()
+) -> list[Any]:
     """Start `size` ranks, run one task on them and end them; what cannot be pickled is forked."""
-    with RankPool(size, timeout=timeout) as pool:
+    with RankPool(size, timeout=timeout, imports=imports) as pool:
         try:
             return pool.run(task, payload)
         except CannotTravelError:

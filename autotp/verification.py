@@ -154,7 +154,7 @@ def verify_spec(
 def _on_own_ranks(payload: dict[str, Any], tp: int, timeout: float | None) -> Report:
     from autotp.ranks import run_once
 
-    report: Report = run_once(tp, rank_task, payload, timeout=timeout)[0]
+    report: Report = run_once(tp, rank_task, payload, timeout=timeout, imports=("autotp.sharding",))[0]
     return report
 
 

@@ -15,6 +15,7 @@ settings.load_profile("busy")
 
 POOL_SIZE = 4
 TASK_SECONDS = 150.0
+IMPORTS = ("autotp.sharding", "transformers.modeling_utils", "torchvision", "timm", "tests.harness.tasks")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -25,5 +26,5 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Four gloo ranks that live as long as the test session; started at the first use."""
-    with RankPool(POOL_SIZE, timeout=TASK_SECONDS) as pool:
+    with RankPool(POOL_SIZE, timeout=TASK_SECONDS, imports=IMPORTS) as pool:
         yield pool

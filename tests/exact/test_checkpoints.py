@@ -69,7 +69,7 @@ def test_what_goes_wrong_is_said_on_all_ranks_and_nothing_is_lost(ranks: RankPoo
 
 
 def test_a_rank_that_is_killed_while_it_writes_is_missed(tmp_path: Path) -> None:
-    with RankPool(2, timeout=SECONDS) as two, pytest.raises(RankError):
+    with RankPool(2, timeout=SECONDS, imports=("autotp.sharding",)) as two, pytest.raises(RankError):
         two.run(f"{TASKS}:killed", str(tmp_path))
     told = literal_eval((tmp_path / "told").read_text())
     assert "rank 1 did not get through write" in told["error"] and told["seconds"] < 60

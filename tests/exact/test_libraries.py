@@ -55,7 +55,7 @@ def test_weights_that_torchao_has_quantised_are_refused_by_name(config: str, kin
 @pytest.fixture(scope="module")
 def two() -> Iterator[RankPool]:
     """Two ranks that are all there are."""
-    with RankPool(2, timeout=SECONDS) as pool:
+    with RankPool(2, timeout=SECONDS, imports=("autotp.sharding",)) as pool:
         yield pool
 
 

@@ -50,7 +50,9 @@ def test_options_of_fully_shard_are_handed_on(ranks: RankPool) -> None:
 @pytest.fixture(scope="module")
 def eight() -> Iterator[RankPool]:
     """Eight ranks for the tests of this file."""
-    with RankPool(8, timeout=300) as pool:
+    with RankPool(
+        8, timeout=300, imports=("autotp.sharding", "transformers.modeling_utils", "tests.harness.two_axes")
+    ) as pool:
         yield pool
 
 

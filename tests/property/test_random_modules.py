@@ -41,7 +41,7 @@ programs = st.lists(lines, min_size=1, max_size=6).map(tuple)
 @pytest.fixture(scope="module")
 def pair() -> Iterator[RankPool]:
     """Two ranks for all examples."""
-    with RankPool(2, timeout=SECONDS) as pool:
+    with RankPool(2, timeout=SECONDS, imports=("autotp.sharding",)) as pool:
         yield pool
 
 
