@@ -91,6 +91,7 @@ class CallEdit:
     shared: SharedEdit | None = None
     experts: ExpertsEdit | None = None
     random: bool = False
+    noise: Cuts = ()  # drawn whole, as the unsharded model draws it: the dims of which ranks take their indices
     stream: int | None = None  # its tensors are cut by the tokens of this stream
     local: bool = False  # an operand is a parameter of another module: its local tensor is taken here
 

@@ -80,6 +80,7 @@ class Lowering:
         edit.shared = self._shared(call)
         edit.experts = self._experts(call)
         edit.random = self._random(call)
+        edit.noise = self._noise(call) if edit.random and edit.stream is None else ()
         if call.module < 0 and edit:
             raise CannotEdit(call.index, f"{call.name} is called outside of the model")
         return edit
@@ -324,6 +325,12 @@ class Lowering:
             torch_ops.is_random(self.trace.ops[i].func) for i in range(call.start, call.stop)
         )
         return drawn and any(self._have(t, call) for t in [*outs, *inside])
+
+    def _noise(self, call: Call) -> Cuts:
+        """How what it draws is cut, if that depends on nothing but a shape."""
+        if call.func not in torch_hooks.NOISE or not isinstance(call.outs[0], Ref):
+            return ()
+        return _cuts(self._have(call.outs[0].tid, call))
 
 
 _SAME = {"_softmax", "_log_softmax", "dropout", "native_dropout"}

@@ -166,6 +166,7 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return True
 
 
+NOISE = {torch.randn_like, torch.rand_like, torch.randint_like}
 CONTENT_FREE = {torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, Tensor.new_zeros, Tensor.new_ones}
 
 

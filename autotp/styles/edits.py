@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from autotp.styles.bound import Running
 
 Change = Callable[[Any], Any]
+NoiseCut = tuple[int, Sequence[int], int]  # a dim, this rank's indices of it, of how many
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class BoundCall:
     shared: SharedEdit | None
     experts: ExpertsEdit | None
     random: bool
+    noise: tuple[NoiseCut, ...]
     stream: int | None
     model: Running
 
@@ -123,6 +125,7 @@ class BoundCall:
             edit.shared,
             edit.experts,
             edit.random,
+            tuple((d, per_rank[ranks.rank], len(set().union(*per_rank))) for d, per_rank in edit.noise),
             edit.stream,
             model,
         )
@@ -146,7 +149,7 @@ class BoundCall:
             together = shared_norm if isinstance(self.shared.what, SharedNorm) else shared_classes
             result = together(self.shared, func, args, kwargs, ranks)
         elif self.random and self._is_cut() and torch_hooks.draws(func, args, kwargs):
-            result = self._drawn(func, args, kwargs, ranks)
+            result = noise(self.noise, func, *args, **kwargs) if self.noise else self._drawn(func, args, kwargs, ranks)
         else:
             result = func(*args, **kwargs)
         if not self.results:
@@ -165,6 +168,21 @@ class BoundCall:
             return traced_draws.own(func, args, kwargs, ranks)
         with own_draws(ranks):
             return func(*args, **kwargs)
+
+
+def noise(cuts: Sequence[NoiseCut], func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """This rank's part of ``func(input)`` as the unsharded model draws it."""
+    shape = list(input.shape)
+    for dim, _, size in cuts:
+        shape[dim] = size
+    order = sorted(range(input.ndim), key=input.stride, reverse=True)  # in which numbers are drawn
+    made: Tensor = func(torch.empty_permuted(shape, order, dtype=input.dtype, device=input.device), *args, **kwargs)
+    for dim, mine, _ in cuts:
+        if isinstance(mine, range) and mine.step == 1:
+            made = made.narrow(dim, mine.start, len(mine))
+        else:
+            made = made.index_select(dim, torch.tensor(mine, device=made.device))
+    return made.clone()
 
 
 def look_up(rows: Sequence[int], of: int, func: Any, args: Any, kwargs: Any) -> Tensor:

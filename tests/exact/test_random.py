@@ -22,6 +22,15 @@ def test_draws_are_those_of_the_unsharded_model(ranks: RankPool, apart: int) -> 
 
 
 @pytest.mark.parametrize("apart", [0, 1])
+def test_noise_in_a_cut_region_is_that_of_the_unsharded_model(ranks: RankPool, apart: int) -> None:
+    found = ranks.run(TASK, {"grid": None, "apart": apart, "inside": True})[:2]
+    for rank in found:
+        assert torch.allclose(torch.tensor(rank["found"]), torch.tensor(rank["wanted"]), rtol=0, atol=1e-13)
+        assert rank["cut"] == 6
+    assert found[0]["after"] == found[0]["wanted_after"]
+
+
+@pytest.mark.parametrize("apart", [0, 1])
 def test_groups_beside_each_other_draw_apart(ranks: RankPool, apart: int) -> None:
     found = ranks.run(TASK, {"grid": (2, 2), "apart": apart})
     outs = [rank["found"] for rank in found]
