@@ -1,6 +1,6 @@
 """The coverage page from the record of a run.
 
-python tests/zoo/coverage.py zoo.jsonl docs/coverage.md
+python tests/zoo/coverage.py zoo.jsonl docs/coverage.md [generation.jsonl]
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,24 +18,27 @@ GROUPS = {"hf": "transformers", "timm": "timm", "tv": "torchvision", "torch": "t
 HEAD = """# Coverage
 
 Written by `tests/zoo/coverage.py` from a run of `tests/zoo/run.py`: hundreds of architectures, built tiny with random
-weights, sharded over gloo ranks in float64 and compared with themselves, unsharded: all outputs, all gradients, one
-optimizer step, equal values on all ranks. `exact` means that all differences are rounding (forward 1e-10, gradients
-1e-9; 1e-5 and 1e-4 where the model does not run in float64). `cut` is the share of the bytes of parameters with two or
-more dims of which a rank holds only a part. `fixups` are calls of which a number is changed on a rank; collectives are
-those of one forward and backward.
+weights, sharded over gloo ranks in float64 and compared with themselves, unsharded: all outputs, all gradients, equal
+values on all ranks, and with `--step` what one optimizer step makes of it. `exact` means that all differences are
+rounding (forward 1e-10, gradients 1e-9; 1e-5 and 1e-4 where the model does not run in float64). `cut` is the share of
+the bytes of parameters with two or more dims of which a rank holds only a part. `fixups` are calls of which a number
+is changed on a rank; collectives are those of one forward and backward.
 
 """
 
 
 def main() -> None:
-    """Read the record, write the page."""
-    records = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
-    latest = {(r["name"], r["tp"]): r for r in records}
-    Path(sys.argv[2]).write_text(page(list(latest.values())))
+    """Read the records, write the page."""
+    Path(sys.argv[2]).write_text(page(*map(_latest, [sys.argv[1], *sys.argv[3:]])))
 
 
-def page(records: list[Record]) -> str:
-    """The whole page."""
+def _latest(path: str) -> list[Record]:
+    records = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return list({(r["name"], r["tp"]): r for r in records}.values())
+
+
+def page(records: list[Record], generated: Sequence[Record] = ()) -> str:
+    """The whole page; ``generated`` are records of `tests/zoo/generation.py`."""
     records = sorted((r for r in records if r["status"] != "broken"), key=lambda r: (r["name"], r["tp"]))
     entries = len({r["name"] for r in records})
     parts = [
@@ -44,6 +48,7 @@ def page(records: list[Record]) -> str:
     ]
     bad = [r for r in records if r["status"] != "exact"]
     parts.append(_not_exact(bad) if bad else "")
+    parts.append(_generation(generated) if generated else "")
     parts.append("## All entries\n\n| entry | tp | result | cut | fixups | collectives | what stayed whole |\n")
     parts.append("|---|---|---|---|---|---|---|\n" + "".join(map(_line, records)))
     return "".join(parts)
@@ -74,6 +79,27 @@ def _group(title: str, records: list[Record]) -> str:
 def _not_exact(records: list[Record]) -> str:
     lines = [f"| {r['name']} | {r['tp']} | {r['status']} | {_cell(_why(r))} |\n" for r in records]
     return "## Not exact\n\n| entry | tp | result | why |\n|---|---|---|---|\n" + "".join(lines) + "\n"
+
+
+def _generation(records: Sequence[Record]) -> str:
+    """How many generate alike with either kind of cache, and those that do not."""
+    lines = [
+        "## Generation\n\nGreedy search of 16 steps by `tests/zoo/generation.py`: equal tokens, logits up to rounding."
+        " Left out are entries that do not generate unsharded as they are called here.\n\n"
+        "| tp | cache | entries | exact | not |\n|---|---|---|---|---|\n"
+    ]
+    not_exact = ""
+    for tp in sorted({r["tp"] for r in records}):
+        for kind in ("dynamic", "static"):
+            found = [(r, r.get(kind, r)) for r in records if r["tp"] == tp]
+            ran = [(r, f) for r, f in found if f.get("status") not in ("no generation", "broken", "unsupported")]
+            bad = [(r, f) for r, f in ran if f.get("status") != "exact"]
+            lines.append(f"| {tp} | {kind} | {len(ran)} | {len(ran) - len(bad)} | {len(bad)} |\n")
+            not_exact += "".join(
+                f"| {r['name']} | {tp} | {kind}: {f.get('status')} | {_cell(_why({**r, **f}))} |\n" for r, f in bad
+            )
+    head = "\n| entry | tp | result | why |\n|---|---|---|---|\n"
+    return "".join(lines) + (head + not_exact if not_exact else "") + "\n"
 
 
 def _why(record: Record) -> str:
