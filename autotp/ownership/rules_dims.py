@@ -78,7 +78,7 @@ def by_dims(
         for x in operands:
             o = own.owners(x.tid)
             o = own.merge_along(o, [d for d, r in enumerate(x.places) if r not in allowed]) if o is not None else None
-            if o is not None:
+            if o is not None and o.numel():
                 make_room(own, op.writes[0], _framed(o, x.places, allowed, shape))
         return own.all_whole(op, f"{op.func.overloadpacket} writes into a whole tensor")
     for t in rest:

@@ -99,6 +99,14 @@ def _touched(m: Any, x: Tensor) -> Tensor:
     return m.b(h.index_add(2, m.rows, h[..., :2]))
 
 
+def _nothing(m: Any, x: Tensor) -> Tensor:
+    """As caches of heads without values are filled: four cut heads of no features."""
+    h = _hidden(m, x)
+    empty = h.unflatten(-1, (4, 8))[..., :0]
+    kept = torch.zeros(empty.shape, dtype=h.dtype).index_copy_(1, m.rows, empty[:, :2])
+    return m.b(h) + kept.sum()
+
+
 SCATTER = {
     "index_add": Case(forward=_index_add, parts=ROWS),
     "index_put": Case(forward=_index_put, parts=ROWS),
@@ -114,5 +122,6 @@ SCATTER = {
     "weights scaled in place": Case(
         forward=_weights_scaled, parts=TWO, styles={"a.weight": "colwise", "b.weight": "rowwise"}
     ),
+    "nothing set in a whole tensor": Case(forward=_nothing, parts=ROWS, gathers=1),
     "along the cut dim": Case(forward=_touched, parts=ROWS, gathers=2),
 }
