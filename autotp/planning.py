@@ -138,6 +138,7 @@ def prepare(
         findings=(
             *forced.findings(),
             *(by_hand(analysis, forced.counted) if foreign else ()),
+            *_path(record),
             *_tokens(told),
             *_whole(rows),
             *map(_unknown, unknown),
@@ -222,6 +223,19 @@ def _driven(model: nn.Module, run: Any) -> trace.Trace:
     if not record.modules:
         raise InputError(f"the function given as sample does not call the {type(model).__name__} that it is given")
     return record
+
+
+def _path(record: trace.Trace) -> list[Finding]:
+    """By which values the path through the model's code was chosen, if it depends on computed ones."""
+    text = "the model's code reads values that it computes"
+    if record.guessed:
+        text += (
+            ", which are not known here (on meta, or where it does not run in earnest): comparisons were taken to hold "
+            "and numbers to be one. Calls on another path are refused by name in cut regions"
+        )
+        return [Finding(code="TP-PATH", level="warning", where="", message=text)]
+    text += ": planned is the path that it takes on the sample"
+    return [Finding(code="TP-PATH", level="note", where="", message=text)] if record.answers else []
 
 
 def _tokens(told: tuple[str, ...]) -> list[Finding]:

@@ -143,6 +143,7 @@ class Trace:
     given: dict[int, Any] = field(default_factory=dict)  # tensors in such objects of which ranks have parts
     kept: dict[Any, int] = field(default_factory=dict)  # what such objects, and results, hold at the end, by its place
     answers: dict[int, list[Any]] = field(default_factory=dict)  # by call: what a real run said of computed integers
+    guessed: bool = False  # whether the model's code read computed values that are not known
     like: dict[int, int] = field(default_factory=dict)  # a tensor of a skipped block -> that of the block it is like
 
     @property

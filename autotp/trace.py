@@ -248,6 +248,7 @@ def _recorded(
     for path, like in record.skipped:
         inside = [name for name in record.leaves if name.startswith(path + ".")]
         record.leaves.update({name: record.leaves[like + name[len(path) :]] for name in inside})
+    record.guessed = twin.recorder.asking.guessed
     if source is not None:
         record.answers = twin.recorder.asking.used
     return record
