@@ -38,7 +38,7 @@ class Running:
 
     def real(self, parameter: Any) -> Any:
         """The parameter that is there, also while a plain tensor stands in its place."""
-        return self.shown_whole.get(id(parameter), parameter)
+        return self.shown_whole.get(id(parameter), parameter) if self.shown_whole else parameter
 
     def enter(self) -> None:
         """A forward begins that takes and gives whole tensors."""

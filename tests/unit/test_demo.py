@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -24,7 +25,7 @@ class Ranks:
     def __init__(self, answer: demo.Training | Exception) -> None:
         self.answer = answer
 
-    def __call__(self, size: int, timeout: float) -> Ranks:
+    def __call__(self, size: int, timeout: float, imports: Sequence[str] = ()) -> Ranks:
         return self
 
     def __enter__(self) -> Ranks:
