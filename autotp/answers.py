@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotp import plausible, torch_hooks, torch_ops
+from autotp import plausible, structures, torch_hooks, torch_ops
 from autotp.trees import flatten
 
 SEED = 0  # all ranks must hear the same
@@ -115,14 +115,14 @@ class Asking:
 
 def is_float(x: Any) -> bool:
     """Whether it is a tensor of floats."""
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+    return isinstance(x, Tensor) and structures.differentiable(x)
 
 
 def is_asked(func: Any, out: Any, leaves: list[Any]) -> bool:
     """Whether an operation gives new integers that are not known from shapes and integers alone."""
     if not isinstance(out, Tensor) or is_float(out) or plausible.is_ranked(func) or func is _READ:
         return False
-    if any(value.alias_info is not None for value in (*func._schema.arguments, *func._schema.returns)):
+    if not torch_ops.makes_new(func):
         return False
     return torch_ops.is_random(func) or any(map(is_float, leaves))
 

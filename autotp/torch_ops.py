@@ -43,10 +43,14 @@ def functional(func: Any) -> Any:
 
 
 @functools.cache
+def makes_new(func: Any) -> bool:
+    """Whether an operation makes new tensors: it writes into none, and gives no views."""
+    return all(a.alias_info is None for a in (*func._schema.arguments, *func._schema.returns))
+
+
 def is_functional(func: Any) -> bool:
     """Whether an operation makes new tensors and nothing else: no writes, no views, no draws."""
-    values = (*func._schema.arguments, *func._schema.returns)
-    return not is_random(func) and all(a.alias_info is None for a in values)
+    return not is_random(func) and makes_new(func)
 
 
 def operation(name: str) -> Any:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,9 @@ def records(zoo: str, name: str, sizes: tuple[int, ...], seconds: float, *, step
     step = step and sum(p.numel() for p in model.parameters()) <= LARGE
     with tempfile.TemporaryDirectory() as folder:
         entry = Entry(model, inputs, step, Path(folder), seconds)
-        return [_record(entry, tp, {"name": name, "tp": tp, "step": step}) for tp in sizes]
+        return [
+            settled({"name": name, "tp": tp, "step": step}, functools.partial(_measured, entry, tp)) for tp in sizes
+        ]
 
 
 @dataclass
@@ -74,10 +77,11 @@ class Entry:
         return not self.step and not unsharded.write(self.wide, self.inputs, self.folder, self.seconds)
 
 
-def _record(entry: Entry, tp: int, record: dict[str, Any]) -> dict[str, Any]:
+def settled(record: dict[str, Any], measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The record with what was measured, or why it could not be, and the time that took."""
     start = time.perf_counter()
     try:
-        record.update(_measured(entry, tp))
+        record.update(measured())
     except VerifyError as error:
         record.update(status="broken", text=str(error))
     except RankError as error:

@@ -10,17 +10,16 @@ from torch import nn
 
 from autotp import generation, sharding, structures
 from autotp.comparing import cut_share
-from autotp.errors import AutotpError, VerifyError
 from autotp.extending import Dealt
 from autotp.generation import Planned
 from autotp.measuring import Inputs, Settings
 from autotp.mesh import as_mesh_axes
 from autotp.planning import Prepared, prepare
 from autotp.promotion import widen, widen_model
-from autotp.ranks import RankError, RankPool
+from autotp.ranks import RankPool
 from tests.harness.generating import CACHES, Expected, compared, expected, given, worst
 from tests.harness.tasks import mesh_of
-from tests.zoo.entry import build
+from tests.zoo.entry import build, settled
 
 
 def records(zoo: str, name: str, sizes: tuple[int, ...], seconds: float) -> list[dict[str, Any]]:
@@ -39,24 +38,19 @@ def records(zoo: str, name: str, sizes: tuple[int, ...], seconds: float) -> list
 def _record(
     record: dict[str, Any], model: nn.Module, inputs: Inputs, wanted: Expected, seconds: float
 ) -> dict[str, Any]:
-    start = time.perf_counter()
-    settings = wanted.settings
+    settings, tp = wanted.settings, record["tp"]
     record.update(promoted=settings.promote, obstacle=settings.obstacle, call=sorted(wanted.call))
-    try:
+
+    def measured() -> dict[str, Any]:
+        start = time.perf_counter()
         wide = widen_model(copy.deepcopy(model), settings.dtype)
-        prepared = _prepared(wide, inputs, record["tp"], settings)
-        planned = _planned(wide, wanted, record["tp"], Dealt.by(prepared.analysis))
+        prepared = _prepared(wide, inputs, tp, settings)
+        planned = _planned(wide, wanted, tp, Dealt.by(prepared.analysis))
         record["plan_seconds"] = round(time.perf_counter() - start, 2)
-        with RankPool(record["tp"], timeout=seconds) as pool:
-            record.update(pool.run_forked(_on_rank, (wide, wanted, record["tp"], prepared, planned))[0])
-    except VerifyError as error:
-        record.update(status="broken", text=str(error))
-    except RankError as error:
-        record.update(status="hung" if error.hung else "crashed", text=str(error)[-3000:])
-    except AutotpError as error:
-        record.update(status="refused", text=f"{type(error).__name__}: {error}")
-    record["seconds"] = round(time.perf_counter() - start, 2)
-    return record
+        with RankPool(tp, timeout=seconds) as pool:
+            return dict(pool.run_forked(_on_rank, (wide, wanted, tp, prepared, planned))[0])
+
+    return settled(record, measured)
 
 
 def _prepared(model: nn.Module, inputs: Inputs, tp: int, settings: Settings) -> Prepared:
